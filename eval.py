@@ -257,12 +257,17 @@ def prepare(
             "the base's files": weights[policy.base],
         }
         policy.samples = samples_of(policy.settings, sets, prompts, tokenizer, cfg)
-        longest = max(len(sample.job.prompt) for sample in policy.samples)
-        limit = model.context_limit(lm)
-        if longest + cfg.max_new_tokens > limit:
+        longest = max((sample.job for sample in policy.samples), key=lambda job: len(job.prompt))
+        room = rollout.context_limit(lm) - len(longest.prompt)
+        if room < 1:
             raise ValueError(
-                f"--max-new-tokens {cfg.max_new_tokens}: with a prompt of {longest} tokens it "
-                f"exceeds the model's context of {limit:.0f}; lower it"
+                f"{policy.path}: problem {longest.problem.id} fills the model's context; take it "
+                "out of --data"
+            )
+        if room < cfg.max_new_tokens:
+            print(
+                f"{policy.path}: the longest prompt leaves {room} tokens of the model's context, "
+                f"fewer than --max-new-tokens {cfg.max_new_tokens}"
             )
     for policy in policies:
         held.enter_context(files.locked(policy.folder))
@@ -390,7 +395,7 @@ def load_policy(
     if cfg.server:
         lm, tokenizer = model.load_outline(policy.base)
         url, stops = cfg.server[world.rank % len(cfg.server)], rollout.stop_ids(lm, tokenizer)
-        server = served.Server(url, policy.base, stops)
+        server = served.Server(url, policy.base, stops, rollout.context_limit(lm))
         server.check()
         name = loaded.enter_context(server.adapter(policy.path)) if is_adapter else ""
         return lm, tokenizer, functools.partial(server.stream, adapter=name), server.engine
@@ -467,8 +472,9 @@ def line_of(policy: Policy, name: str, row: dict[str, Any], cfg: EvalConfig) -> 
         f"cut {row['truncated']:.1%}, {row['tokens']:.0f} tokens, {row['problems']} problems"
     )
     if row["truncated"] > 0.5:
-        line += f"; most were cut: raise --max-new-tokens {cfg.max_new_tokens}" + (
-            ", or --no-thinking" * cfg.thinking
+        line += (
+            f"; most were cut: raise --max-new-tokens {cfg.max_new_tokens}, if the model's context "
+            "allows" + ", or --no-thinking" * cfg.thinking
         )
     return line
 

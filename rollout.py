@@ -10,6 +10,7 @@ Dimension key: B rows of a batch, L places of a padded row, V vocabulary, C toke
 
 import collections
 import hashlib
+import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -100,6 +101,18 @@ def stop_ids(model, tokenizer) -> list[int]:
         fix = "name `eos_token_id` in its generation_config.json"
         raise ValueError(f"model {config.name_or_path}: no id ends a completion; {fix}")
     return sorted(i for i in stops if i is not None)
+
+
+def context_limit(model) -> float:
+    """The model's longest context in tokens; infinite where its config names no limit."""
+    config = causal_lm(model).config.get_text_config()
+    rope = getattr(config, "rope_parameters", None) or {}
+    stretched = (
+        rope["original_max_position_embeddings"] * rope["factor"]
+        if rope.get("rope_type") == "yarn"  # llama3's limit has its factor in it
+        else 0
+    )
+    return max(getattr(config, "max_position_embeddings", None) or math.inf, stretched)
 
 
 # ---------------------------------------------------------------------------------- keyed draws
@@ -201,7 +214,8 @@ def stream(
     rows: maximum number of jobs decoded at once, each a row of the batch; when one is done, the
     next joins. places: maximum number of tokens in the cache, with padding and free places; 0: as
     many as memory holds. When rows outgrow it, those that joined last leave, wait and are prefilled
-    again later; one row always stays. A job's sampled ids end on a stop id, or at its limit.
+    again later; one row always stays. A job's sampled ids end on a stop id, at its limit, or with
+    the model's context (S35); there are none if its prompt fills the context.
     We call Hugging Face's `generate` for TURN_TOKENS at a time, and keep the cache between calls.
     The model's own generation_config has no effect. The model is in eval mode until the stream
     ends: in train mode with activation checkpointing some, such as GPT-2, decode without a cache.
@@ -210,7 +224,10 @@ def stream(
     if rows < 1 or not all(job.prompt for job in jobs):
         raise ValueError(f"stream needs rows >= 1, got {rows}, and prompts that are not empty")
     causal, stops, was_training = causal_lm(model), stop_ids(model, tokenizer), model.training
-    waiting = collections.deque(jobs)
+    context = context_limit(model)
+    for job in jobs:
+        job.tokens_left = int(max(0, min(job.tokens_left, context - len(job.prompt))))
+    waiting = collections.deque(job for job in jobs if job.tokens_left)
     running: list[Job] = []
     cache: Any = None  # of the running rows
     model.eval()
@@ -218,6 +235,7 @@ def stream(
         token_bytes, row_bytes = cache_bytes(causal)
         places = places or cache_places(causal.device, token_bytes)
         extra = 2 * FREE_PLACES + row_bytes / token_bytes  # per row: a turn, free places, states
+        yield [job for job in jobs if not job.tokens_left]  # whose prompts fill the context
         while waiting or running:
             while pack := _next_pack(waiting, running, rows, places, extra):
                 fresh = _empty_cache(causal)
@@ -263,13 +281,9 @@ def _next_pack(
 
 
 def _turn(causal, jobs: list[Job]) -> int:
-    """Tokens of the next turn: as many as some job still wants, within the longest row's context.
-
-    With YaRN, a row may already exceed the context that the config names: then that is no limit.
-    """
-    context = getattr(causal.config.get_text_config(), "max_position_embeddings", None) or 0
-    most, left = TURN_TOKENS.get(causal.device.type, 64), context - _width(jobs)
-    return min(most, max(job.tokens_left for job in jobs), left if left > 0 else most)
+    """Tokens of the next turn: as many as some job wants, within the longest row's context."""
+    most, left = TURN_TOKENS.get(causal.device.type, 64), context_limit(causal) - _width(jobs)
+    return int(min(most, max(job.tokens_left for job in jobs), left))
 
 
 @torch.inference_mode()

@@ -37,7 +37,7 @@ The defaults that decide the method:
                 memory_answer is off: its writer never sees the reference answer (D3)
     cold start  cold_start 256 seed problems, solved with thinking (S21), so from a bare prompt:
                 cold_start_temperature 1.0, top-p 0.95, no top-k, cold_start_tokens 38912
-    prompts     max_prompt_tokens 20000: a longer prompt ends the run, and none is cut (S35)
+    prompts     max_prompt_tokens 20000: a longer problem is left out, and none is cut (S35)
 
 Fixed choices, not settings, and the function that makes each. What the model reads and writes:
 
@@ -96,15 +96,13 @@ from lib import command, config, model, problems, runlog
 from lib.config import Config
 from lib.problems import Problem
 from lib.run import (
-    Prompt,
     Run,
-    Shown,
     bank_writer,
     evolution_is_due,
     exit_code,
-    prompt_ids,
     shared_rollouts,
     should_stop,
+    teacher_ids,
 )
 from rollout import Job, Rollout, Sampling
 from skills import SkillBank, SkillPair
@@ -281,6 +279,7 @@ class RolloutLoss(NamedTuple):
     loss: Tensor  # a scalar; it has no graph where all teachers are ignored: its gradient is 0
     numbers: dict[str, Tensor]  # for the rollout's row of rollouts.jsonl
     token_numbers: dict[str, Tensor]  # [T] or [K, T], for its row of tokens.jsonl
+    pairs_K: Sequence[SkillPair] | None = None  # of its teachers; None: all that were retrieved
 
 
 def reward(roll: Rollout) -> float:
@@ -305,12 +304,17 @@ def student_prompt(run: Run, problem: str) -> list[int]:
     </think>
 
     """
-    return prompt_ids(run, Prompt(skills.render_student(problem), run.cfg.student_prefix))
+    text = skills.render_student(problem)
+    return rollout.chat_ids(run.tokenizer, text, thinking=run.cfg.student_prefix)
 
 
-def teacher_prompts(run: Run, pairs_K: Sequence[SkillPair], problem: str) -> list[list[int]]:
-    r"""The K teachers' prompts c_k(x), as ids (Eq. 3, Fig. 6). Why a mistake happens is not shown.
+def teacher_prompts(
+    run: Run, pairs_K: Sequence[SkillPair], problem: str, roll: Rollout
+) -> tuple[list[SkillPair], list[list[int]]]:
+    r"""The K teachers' pairs and prompts c_k(x), as ids (Eq. 3, Fig. 6).
 
+    We leave out a teacher whose prompt does not fit the model's context with the solution (S35).
+    Why a mistake happens is not shown.
     A skill's title, principle and when to apply it; a mistake's description and how to avoid it:
 
     <|im_start|>user
@@ -330,12 +334,12 @@ def teacher_prompts(run: Run, pairs_K: Sequence[SkillPair], problem: str) -> lis
     Please reason step by step, and put your final answer within \boxed{}.<|im_end|>
     <|im_start|>assistant
     """
-    prompts_K = []
+    teachers_K = []
     for pair in pairs_K:
-        text = skills.render_teacher(pair, problem)  # g_k + e_k + x
-        prompt = Prompt(text, run.cfg.teacher_prefix, entries=pair.ids)
-        prompts_K.append(prompt_ids(run, prompt))
-    return prompts_K
+        ids = teacher_ids(run, skills.render_teacher(pair, problem), roll)  # g_k + e_k + x
+        if ids:
+            teachers_K.append((pair, ids))
+    return [pair for pair, _ in teachers_K], [ids for _, ids in teachers_K]
 
 
 def step_jobs(run: Run, step: int) -> list[Job]:
@@ -395,8 +399,8 @@ def rollout_loss(run: Run, roll: Rollout, pairs_K: Sequence[SkillPair]) -> Rollo
     """Lines 5-6 and 8-14: the loss of a rollout, from all K teachers' scores of its tokens."""
     cfg, ids_T = run.cfg, roll.completion_ids
     mask_T = token_mask(torch.tensor(ids_T, device=run.device), masked_ids(run))
+    pairs_K, contexts_K = teacher_prompts(run, pairs_K, roll.problem, roll)  # line 6
     alpha_K = pair_weights(run, pairs_K)  # line 5
-    contexts_K = teacher_prompts(run, pairs_K, roll.problem)  # line 6
     # Line 9. The teachers are the present policy with its adapters, without a gradient.
     logpT_KT = scoring.score_teachers(run.lm, contexts_K, ids_T, cfg.score_tokens)  # Eq. 4
     run.clock.lap("score")
@@ -405,7 +409,7 @@ def rollout_loss(run: Run, roll: Rollout, pairs_K: Sequence[SkillPair]) -> Rollo
     loss, numbers = loss_of(cfg, logpT_KT, logpS_T, mask_T, alpha_K, reward(roll))  # lines 10-14
     if not numbers["rho"].any() and loss.isfinite():
         loss = loss.detach()  # all teachers are ignored. A NaN keeps its graph, and line 16 skips
-    return for_the_logs(loss, numbers)
+    return for_the_logs(loss, numbers)._replace(pairs_K=pairs_K)
 
 
 def train_step(run: Run, step: int) -> tuple[list[dict], float]:
@@ -469,9 +473,10 @@ def log_row(
 ) -> dict:
     """One rollout's row of rollouts.jsonl. In an audited step, "audit" is its row of tokens.jsonl.
 
-    index: the rollout's place among all rollouts of the step.
+    index: the rollout's place among all rollouts of the step. pairs_K: those that were retrieved.
     """
     r = reward(roll)
+    pairs_K = pairs_K if result.pairs_K is None else result.pairs_K
     row = runlog.rollout_row(step, index, pairs_K, roll, r, result, run.cfg.c_delta)
     every = run.cfg.audit_every
     if every and (step == 1 or step % every == 0):
@@ -520,13 +525,6 @@ def make_bank(run: Run) -> SkillBank:
     return bank
 
 
-def seed_prompt(cfg: Config, x: Problem) -> Prompt:
-    """The prompt of a seed problem."""
-    text = skills.render("seed_problem", {"problem": x.problem})
-    thinking = "bare" if cfg.cold_start_thinking else "closed"
-    return Prompt(text, thinking, limit="cold_start_tokens")
-
-
 def seed_memories(run: Run, seeds: Sequence[Problem]) -> list[dict]:
     """Solve the seed problems; a memory of each, in their order (Algorithm 2, lines 2-7).
 
@@ -534,11 +532,13 @@ def seed_memories(run: Run, seeds: Sequence[Problem]) -> list[dict]:
     """
     cfg = run.cfg
     memories = dict(run.memories)
+    thinking = "bare" if cfg.cold_start_thinking else "closed"
     jobs: list[Job] = []
     for x in seeds:
         if x.id not in memories:
             key, limit = rollout.sample_key(cfg.seed, 0, x.id), cfg.cold_start_tokens
-            prompt = prompt_ids(run, seed_prompt(cfg, x))
+            text = skills.render("seed_problem", {"problem": x.problem})
+            prompt = rollout.chat_ids(run.tokenizer, text, thinking=thinking)
             jobs.append(Job(len(jobs), prompt, key=key, tokens_left=limit, problem=x))
     sampling = Sampling(temperature=cfg.cold_start_temperature, top_p=0.95, top_k=0)
     for judged in shared_rollouts(run, jobs, sampling):
@@ -597,24 +597,6 @@ def evolve_bank(run: Run) -> None:
     run.save_bank()
 
 
-# ------------------------------------------------------------------------------ before the start
-
-
-def shown(run: Run, x: Problem, to_teacher: str = "") -> list[Prompt]:
-    """The prompts of a problem that are known before sampling; the start refuses too long ones.
-
-    Of the teachers' prompts it is the one with the longest skill and mistake of the bank.
-    to_teacher: the problem's text as teachers see it, where it differs from the student's.
-    """
-    cfg, prompts = run.cfg, [Prompt(skills.render_student(x.problem), run.cfg.student_prefix)]
-    for pair in run.bank.longest_pairs[:1] if run.bank else []:
-        text = skills.render_teacher(pair, to_teacher or x.problem)
-        prompts.append(Prompt(text, cfg.teacher_prefix, entries=pair.ids))
-    if cfg.uses_skill_bank and not run.bank:
-        prompts.append(seed_prompt(cfg, x))
-    return prompts
-
-
 # ------------------------------------------------------------------------------------- the loop
 
 
@@ -652,15 +634,14 @@ def main(
     about: str | None = __doc__,
     kind: type[Config] = Config,
     step_fn: Any = train_step,
-    shown: Shown = shown,
 ) -> int:
     """The command of SGSD, or of another method; returns its exit code.
 
     about: the method's docstring, for --help. kind: the class of its settings. step_fn: its step,
-    as `train` takes it. shown: its prompts for a problem that are known before sampling.
+    as `train` takes it.
     """
     cfg = command.parse(argv, about, kind, config.presets_of(kind))
-    with Run.open(cfg, skills.load_bank, shown) as run:
+    with Run.open(cfg, skills.load_bank, student_prompt) as run:
         return train(run, step_fn)
 
 

@@ -58,11 +58,6 @@ class SkillPair:
     s_g: float
     s_e: float
 
-    @property
-    def ids(self) -> str:
-        """Both entries' ids, for an error."""
-        return f"{self.skill['skill_id']} or {self.mistake['mistake_id']}"
-
 
 @dataclass
 class SkillBank:
@@ -152,18 +147,6 @@ class SkillBank:
             ranked.append([(entries[i], float(scores_n[i])) for i in best])
         return [SkillPair(g, e, s_g, s_e) for (g, s_g), (e, s_e) in zip(*ranked)]
 
-    @functools.cached_property
-    def longest_pairs(self) -> list[SkillPair]:
-        """Both lists sorted by an entry's bytes in a prompt, longest first, and paired in order.
-
-        Bytes are not tokens: a prompt with another pair may have more, and then ends its step.
-        """
-        ranked = []
-        for key, kind in KINDS.items():
-            size = functools.partial(_bytes_in_prompt, kind.name)
-            ranked.append(sorted(self.collection(key), key=size, reverse=True))
-        return [SkillPair(skill, mistake, 0.0, 0.0) for skill, mistake in zip(*ranked)]
-
     def _vectors(self, key: str, embed: Callable[[list[str]], Any]) -> np.ndarray:
         """Unit vectors of a list's entries [n, d]; we embed the list again if its texts change.
 
@@ -194,10 +177,6 @@ def load_bank(path: str | pathlib.Path, least: int = 1) -> SkillBank:
 def entry_text(entry: dict, key: str) -> str:
     """The text that is embedded (S10): "title. principle. when" or "description. why. how"."""
     return ". ".join(entry[name] for name in KINDS[key].fields)
-
-
-def _bytes_in_prompt(name: str, entry: dict) -> int:
-    return len(render(name, entry).encode("utf-8", "replace"))
 
 
 def _normalized(vectors: Any) -> np.ndarray:

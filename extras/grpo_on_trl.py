@@ -30,8 +30,8 @@ from lib.run import (
     about_run,
     claim,
     continued,
+    leave_out_long,
     load_training,
-    refuse_long_prompts,
     refuse_other_processes,
 )
 from methods import grpo
@@ -100,7 +100,7 @@ def load(words: Sequence[str], cfg: Settings, held: contextlib.ExitStack) -> on_
     )
     run.verifier = held.enter_context(verify.load_judge(cfg.verifier)(cfg.verify_timeout))
     run.lm, run.tokenizer = on_trl.load_outline(cfg)
-    refuse_long_prompts(run, grpo.shown)
+    leave_out_long(run, sgsd.student_prompt, cfg.max_new_tokens)
     trainer = on_trl.Trainer(
         run,
         args,

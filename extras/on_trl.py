@@ -52,7 +52,7 @@ import skills
 from distributed import World
 from lib import command, config, files, model, problems, runlog, verify
 from lib.config import Config, setting
-from lib.run import Run, exit_code, lora_settings, should_stop
+from lib.run import Run, exit_code, leave_out_long, lora_settings, should_stop
 from rollout import Job, Rollout, Sampling
 from skills import SkillPair
 
@@ -329,16 +329,19 @@ class SGSDTrainer(Trainer):
         run.clock.lap("gen")
         pairs_BK, contexts, completions = [], [], []
         for roll in rolls:
-            pairs_K = run.bank.retrieve(roll.problem, run.cfg.num_teachers, run.embed)
+            all_K = run.bank.retrieve(roll.problem, run.cfg.num_teachers, run.embed)
+            pairs_K, contexts_K = sgsd.teacher_prompts(run, all_K, roll.problem, roll)
             pairs_BK.append(pairs_K)
-            contexts += [roll.prompt_ids, *sgsd.teacher_prompts(run, pairs_K, roll.problem)]
-            completions += [roll.completion_ids] * (1 + len(pairs_K))
+            # Passes are collectives: a teacher that is left out leaves a row, which is not read.
+            spare = [roll.prompt_ids] * (len(all_K) - len(pairs_K))
+            contexts += [roll.prompt_ids, *contexts_K, *spare]
+            completions += [roll.completion_ids] * (1 + len(all_K))
         logps = iter(self.score(contexts, completions))
         A_BT = torch.zeros(output["completion_ids"].shape, device=run.device)
         self.rows: list[dict] = []  # rows of rollouts.jsonl, of this step and process
         for b, (row, roll, pairs_K) in enumerate(zip(inputs, rolls, pairs_BK)):
-            logpS_T = next(logps)
-            logpT_KT = torch.stack([next(logps) for _ in pairs_K])
+            logpS_T, *of_teachers = itertools.islice(logps, 1 + len(all_K))
+            logpT_KT = torch.stack([logpS_T, *of_teachers])[1 : 1 + len(pairs_K)]
             A_T, result = self.advantage(roll, pairs_K, logpS_T, logpT_KT)
             A_BT[b, : len(A_T)] = A_T
             self.rows.append(sgsd.log_row(run, run.step + 1, row["index"], pairs_K, roll, result))
@@ -422,7 +425,7 @@ class SGSDTrainer(Trainer):
             prompts = [job.prompt for job in turn] or [self.run.stops[:1]]
             prompts += prompts[:1] * (max(map(len, turns)) - len(prompts))
             lengths, lefts = zip(*itertools.chain.from_iterable(turns))
-            limit = int(min(max(lefts), model.context_limit(self.run.lm) - max(lengths)))
+            limit = int(min(max(lefts), rollout.context_limit(self.run.lm) - max(lengths)))
             for job, ids in zip(turn, self.decode(prompts, sampling, limit)):
                 job.ids = ids[: job.tokens_left]
             yield turn
@@ -538,6 +541,8 @@ def load(words: Sequence[str], run: RunOnTRL, held: contextlib.ExitStack) -> Non
     run.verifier = held.enter_context(verify.load_judge(cfg.verifier)(cfg.verify_timeout))
     run.embed = model.load_encoder(cfg.encoder, run.device)
     run.lm, run.tokenizer = load_outline(cfg)
+    # TRL ends all replies of a batch at one limit, and none with the context.
+    leave_out_long(run, sgsd.student_prompt, cfg.max_new_tokens)
     run.trainer = SGSDTrainer(run, args, run.lm.name_or_path, peft_config=lora)
     if cfg.adapter and not run.checkpoint:
         if run.world.main:  # the other ranks may have no weights yet
@@ -593,7 +598,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with RunOnTRL.open(
         cfg,
         skills.load_bank,
-        sgsd.shown,
+        sgsd.student_prompt,
         functools.partial(load, words),
     ) as run:
         return train(run)

@@ -207,9 +207,8 @@ class Config(Common):
     )
     max_prompt_tokens: int = setting(
         20000,
-        "longest prompt, in tokens; a longer one is refused, never cut; Tab. 11",
+        "leave out problems whose prompt has more tokens; none is cut; Tab. 11, S35",
         "the problems",
-        free=True,
     )
     bank: str = setting(
         "", "skill bank (JSON); without one the model writes its own first; Alg. 2", "the bank"

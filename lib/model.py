@@ -5,7 +5,6 @@ state (safetensors, no pickle). Models are loaded without `trust_remote_code`.
 """
 
 import contextlib
-import math
 import re
 import shutil
 import textwrap
@@ -307,18 +306,6 @@ def with_adapters(model, rank: int, alpha: Any, checkpoint_above: int = 2048):
 def trained(model) -> dict[str, torch.nn.Parameter]:
     """The parameters that learn, by name."""
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
-
-
-def context_limit(lm) -> float:
-    """The model's longest context in tokens; infinite where its config names no limit."""
-    text_config = lm.config.get_text_config()
-    rope = getattr(text_config, "rope_parameters", None) or {}
-    stretched = (
-        rope["original_max_position_embeddings"] * rope["factor"]
-        if rope.get("rope_type") == "yarn"  # llama3's limit has its factor in it
-        else 0
-    )
-    return max(getattr(text_config, "max_position_embeddings", None) or math.inf, stretched)
 
 
 def lora_of(folder: str | Path, to_train: bool = False) -> tuple[str, int, Any]:

@@ -15,7 +15,6 @@ know what a bank is made of.
 
 import contextlib
 import functools
-import itertools
 import json
 import math
 import os
@@ -27,7 +26,7 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -77,6 +76,7 @@ class Run:
     signals: command.Signals = field(default_factory=command.Signals)
     clock: runlog.Stopwatch = field(default_factory=runlog.Stopwatch)  # times the present step
     metrics: list[dict] = field(default_factory=list)  # rows of this command's steps
+    left_out: bool = False  # whether a teacher was, as its prompt was too long
     track: Callable[[dict], object] = runlog.ignore  # sends a row to rank 0's tracker
 
     @classmethod
@@ -85,13 +85,14 @@ class Run:
         cls,
         cfg: Config,
         load_bank: Callable[..., Any],
-        shown: "Shown",
+        student_prompt: Callable[[Any, str], list[int]],
         load: Callable[[Any, contextlib.ExitStack], None] | None = None,
     ) -> Iterator[Self]:
         """Open the run of --out, new or to be continued, with its logs cut to the last checkpoint.
 
         load_bank: reads the file of a bank, and refuses lists with fewer entries than its second
-        argument. shown: see `Shown`. load: a function to call instead of `load_run`.
+        argument. student_prompt: see `leave_out_long`. load: a function to call instead of
+        `load_run`.
         Until all ranks have loaded, we write nothing but the folder and its lock. Bad input, a full
         disk, a lost server or the third bad step in a row ends the command with one line and exit
         code 2.
@@ -113,7 +114,7 @@ class Run:
                 with reading(run.checkpoint):
                     files.refuse_damaged(run.checkpoint, run.digests)
                 (load or load_run)(run, held)
-                refuse_long_prompts(run, shown)
+                leave_out_long(run, student_prompt)
                 distributed.barrier(world)
                 if world.main:
                     run.begin()
@@ -258,60 +259,58 @@ def exit_code(run: Run) -> int:
     return 0 if is_complete(run) else 130
 
 
-# -------------------------------------------------------------------------------------- prompts
+# -------------------------------------------------------------------------------------- lengths
 
 
-class Prompt(NamedTuple):
-    """A chat prompt as text (S3).
+def leave_out_long(
+    run: Run, student_prompt: Callable[[Any, str], list[int]], reply: int = 1
+) -> None:
+    """Leave out problems whose prompts exceed --max-prompt-tokens or the model's context (S35).
 
-    thinking: "closed" ends on the template's empty think block, so the model answers at once;
-    "open" ends on "<think>" and a line feed; "bare" ends where the answer begins, without a block.
+    student_prompt(run, problem): the ids of a problem's plain prompt. reply: tokens that the
+    context must leave for a solution. ValueError if no problem is left. A problem adds at most as
+    many tokens to the empty prompt as it has bytes, so we tokenize hardly any.
     """
+    context, empty = rollout.context_limit(run.lm), len(student_prompt(run, ""))
+    room, wanted = min(run.cfg.max_prompt_tokens, context - reply), context - run.cfg.max_new_tokens
 
-    text: str
-    thinking: str
-    limit: str = "max_new_tokens"  # name of the setting that bounds the reply
-    entries: str = ""  # ids of the bank's entries that the text shows, for an error
+    def length(x: Problem) -> int:
+        """Of its prompt; more if even that many tokens are few enough."""
+        most = empty + len(x.problem.encode("utf-8", "replace"))
+        return most if most <= min(room, wanted) else len(student_prompt(run, x.problem))
+
+    lengths = [length(x) for x in run.problems]
+    kept = [x for x, tokens in zip(run.problems, lengths) if tokens <= room]
+    long = len(run.problems) - len(kept)
+    short = sum(wanted < tokens <= room for tokens in lengths)
+    line = (
+        f"{long} of {len(run.problems)} problems are left out, as their prompts have more than "
+        f"{room:.0f} tokens (--max-prompt-tokens, or the model's context of {context:.0f}); of the "
+        f"others, that context leaves {short} fewer than --max-new-tokens"
+    )
+    if not kept:
+        raise ValueError(line)
+    if run.world.main and (long or short):
+        print(line)
+    run.problems = kept
 
 
-# The prompts that a method shows for a problem, as far as they are known before sampling.
-Shown = Callable[[Run, Problem], list[Prompt]]
+def teacher_ids(run: Run, text: str, roll: Rollout) -> list[int] | None:
+    """A teacher's prompt as ids; None if the context does not hold it with the solution (S35).
 
-
-def prompt_ids(run: Run, prompt: Prompt) -> list[int]:
-    """A prompt as ids. UserError with a remedy if it is too long: we never cut a prompt (S35)."""
-    ids = rollout.chat_ids(run.tokenizer, prompt.text, thinking=prompt.thinking)
-    context, reply = model.context_limit(run.lm), getattr(run.cfg, prompt.limit)
-    if len(ids) <= min(run.cfg.max_prompt_tokens, context - reply):
+    Such a teacher is left out for this solution. A process prints a line the first time.
+    """
+    ids = rollout.chat_ids(run.tokenizer, text, thinking=run.cfg.teacher_prefix)
+    context = rollout.context_limit(run.lm)
+    if len(ids) + len(roll.completion_ids) <= context:
         return ids
-    fix = f"--max-prompt-tokens is {run.cfg.max_prompt_tokens}: raise it"
-    if len(ids) > context - reply:
-        flag = config.flag(prompt.limit)
-        fix = f"{flag} {reply} exceeds what a context of {context:.0f} leaves: lower it"
-    # Name the longest problem in it: a solution that it shows may contain a shorter one's text.
-    named = sorted((len(x.problem), x.id) for x in run.problems if x.problem in prompt.text)
-    fix += ", or drop the problem " + "".join(id_ for _, id_ in named[-1:])
-    fix += " in a new --out" if run.signals.in_step else ""
-    if prompt.entries:
-        fix += (
-            f"; or remove {prompt.entries} from --bank, or from the last checkpoint's bank.json "
-            "(before the first one: bank/step_000000.json)"
+    if not run.left_out:
+        tqdm.write(
+            f"teachers are left out where the model's context of {context:.0f} tokens does not "
+            "hold their prompt with the solution (S35); this line comes once from each process"
         )
-    raise command.UserError(f"the prompt {prompt.text[:80]!r}... has {len(ids)} tokens; {fix}")
-
-
-def refuse_long_prompts(run: Run, shown: Shown) -> None:
-    """UserError if a prompt that is known before sampling is too long.
-
-    A prompt has at most as many tokens as its text has bytes, plus those of an empty chat, so we
-    tokenize hardly any.
-    """
-    context = model.context_limit(run.lm)
-    empty = len(rollout.chat_ids(run.tokenizer, "", thinking="closed"))
-    for prompt in itertools.chain.from_iterable(shown(run, x) for x in run.problems):
-        most = min(context - getattr(run.cfg, prompt.limit), run.cfg.max_prompt_tokens)
-        if len(prompt.text.encode("utf-8", "replace")) + empty > most:
-            prompt_ids(run, prompt)
+    run.left_out = True
+    return None
 
 
 # ------------------------------------------------------------------------------- decoding
@@ -366,30 +365,31 @@ def shared_replies(run: Run, prompts: list[str], repeats: list[int]) -> list[str
 
     A sampled reply's draws depend on the seed, the prompt and its repeat alone. A reply has at most
     --reply-tokens, or a quarter more than its prompt, which is enough for a merge to repeat its
-    items in more words. It ends with the model's context. If the prompt leaves nothing of that, we
-    do not ask, and the reply is "".
+    items in more words. If a prompt fills the model's context, the reply is "". A line counts the
+    replies that the context has cut.
     """
-    context = model.context_limit(run.lm)
+    context = rollout.context_limit(run.lm)
     first, again = Sampling(temperature=0.0), Sampling(temperature=1.1, top_p=0.95, top_k=20)
     jobs: dict[Sampling, list[Job]] = {first: [], again: []}
     for i, (prompt, repeat) in enumerate(zip(prompts, repeats, strict=True)):
         ids = rollout.chat_ids(run.tokenizer, prompt, thinking="closed")
-        limit = min(max(run.cfg.reply_tokens, len(ids) * 5 // 4), context - len(ids))
+        limit = max(run.cfg.reply_tokens, len(ids) * 5 // 4)
         key = rollout.sample_key(run.cfg.seed, 0, prompt, repeat)
-        if limit > 0:
-            jobs[again if repeat else first].append(Job(i, ids, key=key, tokens_left=int(limit)))
-    unasked = len(prompts) - sum(map(len, jobs.values()))
-    if unasked and run.world.main:
-        tqdm.write(
-            f"bank: {unasked} of {len(prompts)} prompts are not asked: they fill the model's "
-            f"context of {context:.0f}; a smaller --merge-group-size, or another model, helps"
-        )
+        if len(ids) < context:
+            jobs[again if repeat else first].append(Job(i, ids, key=key, tokens_left=limit))
+    cut = len(prompts) - sum(map(len, jobs.values()))  # those that are not asked
     replies = [""] * len(prompts)
     for sampling in jobs:
         work = functools.partial(bank_stream(run), sampling=sampling)
         for turn in distributed.share_jobs(run.world, jobs[sampling], work, "writing"):
             for job in turn:
                 replies[job.index] = rollout.text_of(run.tokenizer, job.ids)
+                cut += len(job.prompt) + len(job.ids) >= context
+    if cut and run.world.main:
+        tqdm.write(
+            f"bank: the model's context of {context:.0f} tokens cut {cut} of {len(prompts)} "
+            "replies; a smaller --merge-group-size, or another model, helps"
+        )
     return replies
 
 
@@ -399,8 +399,8 @@ def shared_replies(run: Run, prompts: list[str], repeats: list[int]) -> list[str
 def refuse_other_processes(cfg: Config, world: World) -> None:
     """ValueError unless all ranks have the same settings (--out aside), model files and code."""
     if world.size > 1:
-        shared = {config.flag(name): value for name, value in asdict(cfg).items() if name != "out"}
-        shared |= {
+        shared = {
+            **{config.flag(name): value for name, value in asdict(cfg).items() if name != "out"},
             "the files of --model": files.tree_digest(cfg.model),
             "the code": files.digest(code_of(cfg)),
         }
@@ -418,7 +418,10 @@ def claim(cfg: Config, held: contextlib.ExitStack) -> None:
 
 
 def load_training(cfg: Config) -> list[Problem]:
-    """The training problems; ValueError if one is in an evaluation set. Prints their counts."""
+    """The training problems; prints their counts.
+
+    ValueError if one is in an evaluation set, or has no text in the field of a --teacher-field.
+    """
     data, counts = problems.load_problems(
         cfg.data,
         split=cfg.split,
@@ -429,6 +432,11 @@ def load_training(cfg: Config) -> list[Problem]:
     )
     print(f"data {cfg.data}:", ", ".join(f"{n} {name}" for name, n in counts.items()))
     problems.refuse_overlap(data, f"--data {cfg.data}")
+    name = getattr(cfg, "teacher_field", "")
+    for x in data if name else []:
+        text = x.extra.get(name)
+        if not isinstance(text, str) or not text.strip():
+            raise ValueError(f"--teacher-field {name}: must be a text, got {text!r:.40} in {x.id}")
     return data
 
 
@@ -583,7 +591,8 @@ def load_run(run: Run, held: contextlib.ExitStack) -> None:
     if cfg.server and cfg.uses_skill_bank and run.bank is None:
         run.lm, run.tokenizer = model.load_outline(cfg.model)  # enough if we make only a bank
         url = cfg.server[run.world.rank % len(cfg.server)]
-        run.server = served.Server(url, cfg.model, rollout.stop_ids(run.lm, run.tokenizer))
+        stops = rollout.stop_ids(run.lm, run.tokenizer)
+        run.server = served.Server(url, cfg.model, stops, rollout.context_limit(run.lm))
         run.server.check()
     if cfg.steps or not run.server:
         run.lm, run.tokenizer = model.load_model(cfg.model, run.device, cfg.dtype, cfg.attn)

@@ -22,7 +22,7 @@ import torch
 
 FIRST_STEPS = 5  # after these a run warns if they taught nothing
 CAUSES = {  # why no solution was right: what all solutions were, and what to do
-    "truncated": "all were cut at --max-new-tokens; raise it",
+    "truncated": "all were cut: raise --max-new-tokens, if the model's context allows",
     "no_answer": "none had an answer; see `text` in rollouts.jsonl, and `answer` of --verifier",
 }
 NONE_RIGHT = "compare `pred` and `gold` in rollouts.jsonl, and see --answer-field and --verifier"
@@ -214,7 +214,11 @@ def log_line(m: dict[str, Any], steps: int, late: int = 0) -> str:
         "gnorm": f"{m['grad_norm']:.2g}",
     }
     words = [f"{word} {number}" for word, number in numbers.items() if number]
-    cut = f" | {m['truncated']:.0%} cut at --max-new-tokens" if m["truncated"] > 0.5 else ""
+    cut = (
+        f" | {m['truncated']:.0%} cut by --max-new-tokens or the context"
+        if m["truncated"] > 0.5
+        else ""
+    )
     slow = f" | {late} answers so far took longer than --verify-timeout" if late else ""
     legends = [f"\n  {LEGENDS[word]}" for word in LEGENDS if numbers[word] and m["step"] == 1]
     parts = []

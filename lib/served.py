@@ -31,15 +31,25 @@ class Server:
     """One server of a base model, and of adapters that are loaded while it runs.
 
     url: such as http://localhost:8000/v1. model: the base's folder or hub id. stops: ids that end a
-    completion. timeout_s: the longest wait for a completion.
+    completion. context: the model's, in tokens; a completion ends with it. timeout_s: the longest
+    wait for a completion.
     OSError, in one line, if the server does not reply, refuses a request, or replies something
     unexpected.
     """
 
-    def __init__(self, url: str, model: str, stops: Sequence[int], *, timeout_s: float = 3600.0):
+    def __init__(
+        self,
+        url: str,
+        model: str,
+        stops: Sequence[int],
+        context: float,
+        *,
+        timeout_s: float = 3600.0,
+    ):
         if not re.fullmatch(r"https?://[^/\s]+/v1", url):
             raise ValueError(f"server {url}: give an address such as http://localhost:8000/v1")
-        self.url, self.model, self.stops, self.timeout_s = url, model, stops, timeout_s
+        self.url, self.model, self.stops = url, model, stops
+        self.context, self.timeout_s = context, timeout_s
         self.base = model  # its name on the server, after `check`
         self.engine = ""  # what the server calls itself, after `check`
         self.key = os.environ.get("OPENAI_API_KEY", "").strip()
@@ -77,6 +87,7 @@ class Server:
     ) -> Iterator[list[Any]]:
         """Yield jobs as they are done, one at a time, with the sampled ids and the stop id.
 
+        A job whose prompt fills the context gets no ids (S35).
         jobs: `rollout.Job`s, whose ids we fill in. sampling: .temperature, .top_p, .top_k. rows:
         requests under way at a time. adapter: its name; "" is the base.
         We repeat a failed request after pauses. If it fails for good, we raise its error after the
@@ -84,11 +95,13 @@ class Server:
         """
         errors: list[OSError] = []
         ending = threading.Event()
+        for job in jobs:
+            job.tokens_left = int(max(0, min(job.tokens_left, self.context - len(job.prompt))))
 
         def complete(job):
             """In a thread: fill in a job, or leave it as it is after an error of any job."""
             try:
-                if not ending.is_set():
+                if job.tokens_left and not ending.is_set():
                     self._complete(job, sampling, adapter or self.base, patience(ending))
             except OSError as e:
                 errors.append(e)

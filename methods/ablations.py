@@ -36,7 +36,7 @@ import sgsd
 from lib import command
 from lib.config import Config, setting
 from lib.problems import Problem
-from lib.run import Prompt, Run
+from lib.run import Run
 from methods import divergences, groups, teachers
 from methods.opsd import with_answer
 from rollout import Rollout
@@ -111,11 +111,13 @@ def losses(
     """The loss of a problem's one solution: lines 5 to 14 of Algorithm 1, a flag for each part."""
     cfg = run.cfg
     is_eq14 = cfg.objective == "gate" and not cfg.support_top_k
-    scored = gate_losses if is_eq14 else divergence_losses
-    alpha_K = sgsd.pair_weights(run, pairs_K)  # line 5
     problem = with_answer(x, cfg.teacher_field) if cfg.answer_pi else x.problem
-    contexts_K = sgsd.teacher_prompts(run, pairs_K, problem)  # line 6
     for roll in rolls_1:
+        pairs_K, contexts_K = sgsd.teacher_prompts(run, pairs_K, problem, roll)  # line 6
+        alpha_K = sgsd.pair_weights(run, pairs_K)  # line 5
+        scored = (
+            gate_losses if is_eq14 or not pairs_K else divergence_losses
+        )  # alike for no teacher
         ids_T = torch.tensor(roll.completion_ids, device=run.device)
         mask_T = sgsd.token_mask(ids_T, sgsd.masked_ids(run) if cfg.token_mask else [])
         ell_KT, gap_KT = scored(run, roll, contexts_K, mask_T)  # lines 9, 10 and 12
@@ -129,7 +131,7 @@ def losses(
         if is_eq14:  # Eq. 20 describes no other loss
             credit_KT = sgsd.token_credit(gap_KT, mask_T, alpha_K, rho_K, cfg.tau_g)
             result.token_numbers["credit"] = credit_KT
-        yield result
+        yield result._replace(pairs_K=pairs_K)
 
 
 def gate_losses(
@@ -166,12 +168,6 @@ def divergence_losses(
     return divergences.scored(
         run, roll, contexts_K, token_losses, cfg.score_temperature, teacher_policy(run)
     )
-
-
-def shown(run: Run, x: Problem) -> list[Prompt]:
-    """The prompts of student and teacher, as `lib.run.Shown` says."""
-    cfg = run.cfg
-    return sgsd.shown(run, x, with_answer(x, cfg.teacher_field) if cfg.answer_pi else "")
 
 
 def retrieve(run: Run, step: int, x: Problem) -> list[SkillPair]:
@@ -238,7 +234,7 @@ train_step = teachers.followed(groups.make_step(losses, retrieve=retrieve), teac
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns its exit code."""
-    return sgsd.main(argv, __doc__, AblationConfig, train_step, shown=shown)
+    return sgsd.main(argv, __doc__, AblationConfig, train_step)
 
 
 if __name__ == "__main__":

@@ -135,15 +135,18 @@ def weighted(
 def distilled(
     run: Run,
     roll: Rollout,
-    context: list[int],
+    context: list[int] | None,
     token_losses: TokenLosses,
     teacher: contextlib.AbstractContextManager,
 ) -> RolloutLoss:
     """The mean of a rollout's token losses under one teacher: every token counts, and rho is 1.
 
-    context: the teacher's prompt. token_losses, teacher: as for `scored`. The loss has the
-    temperature of the sampling; 1 if sampling is greedy.
+    context: the teacher's prompt; None: no teacher, and a loss of 0 without scoring (S8).
+    token_losses, teacher: as for `scored`. The loss has the temperature of the sampling; 1 if
+    sampling is greedy.
     """
+    if context is None:
+        return RolloutLoss(torch.zeros((), device=run.device), {}, {})
     temperature = run.cfg.temperature or 1.0
     ell_1T, gap_1T = scored(run, roll, [context], token_losses, temperature, teacher)
     one_1, ones_T = torch.ones_like(ell_1T[:, 0]), torch.ones_like(ell_1T[0])

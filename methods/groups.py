@@ -24,7 +24,8 @@ tensors by name, each of them optional.
     credit         [K, T]  colours the tokens
     any other      [T] or [K, T]   logged
 
-A name that a row or a metric has already is a ValueError in the first step.
+A name that a row or a metric has already is a ValueError in the first step. A method that leaves
+teachers out (`sgsd.teacher_prompts`) adds a fourth item: the pairs of those that it has.
 
 Dimension key: G solutions of a problem, K teachers, T completion tokens.
 """
@@ -42,7 +43,7 @@ import skills
 from lib import problems
 from lib.config import Config, setting
 from lib.problems import Problem
-from lib.run import Prompt, Run, prompt_ids
+from lib.run import Run
 from rollout import Job, Rollout
 from sgsd import RolloutLoss
 from skills import SkillPair
@@ -68,7 +69,7 @@ class GroupConfig(MethodConfig):
 
 
 Numbers = dict[str, Tensor]  # detached, by their names in the logs
-Losses = Iterable[tuple[Tensor, Numbers, Numbers]]  # of a problem's solutions
+Losses = Iterable[tuple[Any, ...]]  # (loss, numbers, token_numbers) of a problem's solutions
 StudentPrompt = Callable[[Any, Problem, list[SkillPair]], list[int]]
 Retrieve = Callable[[Any, int, Problem], list[SkillPair]]
 Step = Callable[[Run, int], tuple[list[dict], float]]  # as `sgsd.train` takes it
@@ -87,12 +88,7 @@ def prompt_alone(run: Run, x: Problem, pairs_K: Sequence[SkillPair]) -> list[int
 def prompt_with_skills(run: Run, x: Problem, pairs_K: Sequence[SkillPair]) -> list[int]:
     """The student's prompt, with the skills that --bank gives, if any (S17)."""
     text = skills.render_skills(pairs_K, x.problem)
-    return prompt_ids(run, Prompt(text, run.cfg.student_prefix))
-
-
-def longest_pairs(run: Run) -> list[SkillPair]:
-    """The bank's longest pairs, as many as a prompt shows: with them we check prompts' lengths."""
-    return run.bank.longest_pairs[: run.cfg.num_teachers] if run.bank else []
+    return rollout.chat_ids(run.tokenizer, text, thinking=run.cfg.student_prefix)
 
 
 def nearest(run: Run, step: int, x: Problem) -> list[SkillPair]:

@@ -23,10 +23,9 @@ from torch import Tensor
 import distributed
 import scoring
 import sgsd
-import skills
 from lib.config import Config, setting
 from lib.problems import Problem
-from lib.run import Prompt, Run
+from lib.run import Run
 from methods import groups
 from rollout import Rollout
 from skills import SkillPair
@@ -99,12 +98,6 @@ def grpo_loss(
     return -torch.minimum(ratio_T * advantage, clipped_T * advantage).mean()
 
 
-def shown(run: Run, x: Problem) -> list[Prompt]:
-    """The prompt, as `lib.run.Shown` says."""
-    text = skills.render_skills(groups.longest_pairs(run), x.problem)
-    return [Prompt(text, run.cfg.student_prefix)]
-
-
 def losses(
     run: Run, step: int, x: Problem, rolls_G: list[Rollout], pairs_K: list[SkillPair]
 ) -> groups.Losses:
@@ -129,7 +122,7 @@ train_step = groups.make_step(losses, groups.prompt_with_skills)
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns its exit code."""
-    return sgsd.main(argv, __doc__, GRPOConfig, train_step, shown)
+    return sgsd.main(argv, __doc__, GRPOConfig, train_step)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ import sgsd
 import skills
 from lib.config import setting
 from lib.problems import Problem
-from lib.run import Prompt, Run, prompt_ids
+from lib.run import Run, teacher_ids
 from methods import divergences, groups
 from rollout import Rollout
 from skills import SkillPair
@@ -53,39 +53,33 @@ def with_answer(x: Problem, field: str) -> str:
     """The problem and its reference answer, as a teacher sees them (S16).
 
     field: --teacher-field. Its text replaces the sentence with the answer, word for word.
-    ValueError if the problem has no text in that field.
     """
-    shown = x.extra.get(field) if field else f"The reference answer is {x.answer}."
-    if not isinstance(shown, str) or not shown.strip():
-        raise ValueError(f"--teacher-field {field}: must be a text, got {shown!r:.40} in {x.id}")
+    shown = x.extra[field] if field else f"The reference answer is {x.answer}."
     return f"{x.problem}\n\n{shown}"
 
 
-def teacher_prompt(run: Run, x: Problem, pairs_K: Sequence[SkillPair]) -> Prompt:
-    """The prompt of a teacher that sees the answer (S16), and the skills of any pairs (S14)."""
+def teacher_prompt(
+    run: Run, x: Problem, pairs_K: Sequence[SkillPair], roll: Rollout
+) -> list[int] | None:
+    """The prompt of a teacher that sees the answer (S16), and the skills of any pairs (S14).
+
+    None if the context does not hold it with the solution (S35).
+    """
     text = skills.render_skills(pairs_K, with_answer(x, run.cfg.teacher_field))
-    return Prompt(text, run.cfg.teacher_prefix)
-
-
-def shown(run: Run, x: Problem) -> list[Prompt]:
-    """Both roles' prompts, as `lib.run.Shown` says."""
-    pairs = groups.longest_pairs(run)
-    student = skills.render_skills(pairs, x.problem)
-    return [Prompt(student, run.cfg.student_prefix), teacher_prompt(run, x, pairs)]
+    return teacher_ids(run, text, roll)
 
 
 def losses(
     run: Run, step: int, x: Problem, rolls_G: list[Rollout], pairs_K: list[SkillPair]
 ) -> groups.Losses:
     """The loss of a solution from one teacher, whose prompt has the answer and any skills."""
-    context = prompt_ids(run, teacher_prompt(run, x, pairs_K))
 
     def token_losses(ids_n: Tensor, s_nV: Tensor, t_nV: Tensor) -> tuple[Tensor, Tensor]:
         loss_n = divergences.generalized_jsd(s_nV, t_nV, 0.0, clip=run.cfg.objective_clip)
         return loss_n, divergences.gap(ids_n, s_nV, t_nV)  # the gap is for the logs
 
     for roll in rolls_G:
-        base = run.lm.disable_adapter()
+        context, base = teacher_prompt(run, x, pairs_K, roll), run.lm.disable_adapter()
         yield divergences.distilled(run, roll, context, token_losses, base)
 
 
@@ -94,7 +88,7 @@ train_step = groups.make_step(losses, groups.prompt_with_skills)
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns its exit code."""
-    return sgsd.main(argv, __doc__, OPSDConfig, train_step, shown)
+    return sgsd.main(argv, __doc__, OPSDConfig, train_step)
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ import scoring
 import sgsd
 from lib.config import Config, setting
 from lib.problems import Problem
-from lib.run import Prompt, Run, prompt_ids
+from lib.run import Run
 from methods import groups, teachers
 from methods.grpo import grpo_advantages, grpo_loss
 from methods.opsd import teacher_prompt
@@ -104,28 +104,30 @@ def losses(
         yield loss, {"advantage": advantage, "mixed": mixed}, {"advantage": advantage_T}
 
 
-def teachers_logprobs(run: Run, x: Problem, roll: Rollout, pairs_K: Sequence[SkillPair]) -> Tensor:
-    """log p_T(y_t) of the teacher, or the weighted mean over SGSD's K. [T], no gradient."""
+def teachers_logprobs(
+    run: Run, x: Problem, roll: Rollout, pairs_K: Sequence[SkillPair]
+) -> Tensor | None:
+    """log p_T(y_t) of the teacher, or the weighted mean over SGSD's K. [T], no gradient.
+
+    None if no teacher's prompt fits (S35).
+    """
     cfg = run.cfg
     policy: contextlib.AbstractContextManager = contextlib.nullcontext()
     if pairs_K:
-        contexts_K = sgsd.teacher_prompts(run, pairs_K, x.problem)
+        pairs_K, contexts_K = sgsd.teacher_prompts(run, pairs_K, x.problem, roll)
         alpha_K = sgsd.pair_weights(run, pairs_K)
     else:
-        contexts_K = [prompt_ids(run, teacher_prompt(run, x, []))]
+        context = teacher_prompt(run, x, [], roll)
+        contexts_K = [context] if context else []
         alpha_K, policy = torch.ones(1, device=run.device), teachers.copied(run)
+    if not contexts_K:
+        return None
     with policy:
         logpT_KT = scoring.score_teachers(
             run.lm, contexts_K, roll.completion_ids, cfg.score_tokens, cfg.temperature
         )
     run.clock.lap("score")
     return alpha_K @ logpT_KT
-
-
-def shown(run: Run, x: Problem) -> list[Prompt]:
-    """The prompts of student and teacher, as `lib.run.Shown` says."""
-    prompts = sgsd.shown(run, x)
-    return prompts if run.bank else [*prompts, teacher_prompt(run, x, [])]
 
 
 def teacher_share(cfg: Any, step: int) -> float | None:
@@ -138,7 +140,7 @@ train_step = teachers.followed(groups.make_step(losses), teacher_share)
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns its exit code."""
-    return sgsd.main(argv, __doc__, RLSDConfig, train_step, shown)
+    return sgsd.main(argv, __doc__, RLSDConfig, train_step)
 
 
 if __name__ == "__main__":

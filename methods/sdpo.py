@@ -30,7 +30,7 @@ import sgsd
 import skills
 from lib.config import setting
 from lib.problems import Problem
-from lib.run import Prompt, Run, prompt_ids
+from lib.run import Run, teacher_ids
 from methods import divergences, groups, teachers
 from rollout import THINK, Rollout
 from skills import SkillPair
@@ -110,13 +110,11 @@ def losses(
 
     rewards_G = groups.rewards(rolls_G).tolist()
     for i, roll in enumerate(rolls_G):
-        sibling = shown_sibling(rewards_G, i)
-        if sibling is None:
-            yield torch.zeros((), device=run.device), {}, {}
-        else:
+        sibling, context = shown_sibling(rewards_G, i), None
+        if sibling is not None:
             text = skills.render_student(with_solution(x.problem, rolls_G[sibling].text))
-            context = prompt_ids(run, Prompt(text, cfg.teacher_prefix))
-            yield divergences.distilled(run, roll, context, token_losses, teachers.copied(run))
+            context = teacher_ids(run, text, roll)
+        yield divergences.distilled(run, roll, context, token_losses, teachers.copied(run))
 
 
 def teacher_share(cfg: Any, step: int) -> float:

@@ -171,7 +171,7 @@ def signals_restored():
 def opened(world_dir, out, kind=config.Config, **changes):
     """A run that is open and has not begun its bank."""
     cfg = kind(**settings(world_dir, out, **changes))
-    with signals_restored(), faked(), Run.open(cfg, skills.load_bank, sgsd.shown) as run:
+    with signals_restored(), faked(), Run.open(cfg, skills.load_bank, sgsd.student_prompt) as run:
         yield run
 
 

@@ -108,7 +108,7 @@ CHANGES = {
         Change(
             "not job.ids or job.ids[-1] not in stops", "not job.ids", "spec/rollout either_stop"
         ),
-        Change("left if left > 0 else most)", "most)", "spec/rollout past_the_context"),
+        Change("for job in jobs), left))", "for job in jobs)))", "spec/rollout past_the_context"),
     ],
     "distributed.py": [
         Change("dist.all_reduce(flat)", "pass", "spec/distributed collectives"),

@@ -446,7 +446,8 @@ def least_seconds(run: Run, rows: list[dict], s: Shape, device: torch.device) ->
         back = c.backward(x + new, new) if any(row.get("rho", [])) else 0
         least["backward"] += (c.forward(x + new, new) + back) / multiplied
         pairs_K = run.bank.retrieve(row["problem"], run.cfg.num_teachers, run.embed)
-        for context in sgsd.teacher_prompts(run, pairs_K, row["problem"]):
+        roll: Any = types.SimpleNamespace(**row)
+        for context in sgsd.teacher_prompts(run, pairs_K, roll.problem, roll)[1]:
             least["scoring"] += c.forward(len(context) + new, new) / multiplied
     least["rollout"] += sum(longest.values()) * c.weights / copied
     return least
@@ -465,7 +466,7 @@ def step(args: Args, s: Shape, device: torch.device) -> None:
 
     with tempfile.TemporaryDirectory() as name, contextlib.redirect_stdout(sys.stderr):
         cfg = config.Config(**write_inputs(pathlib.Path(name), s, device))
-        with Run.open(cfg, skills.load_bank, sgsd.shown) as run, verifier:
+        with Run.open(cfg, skills.load_bank, sgsd.student_prompt) as run, verifier:
             run.verifier = verifier
             sgsd.train(run, timed)
         rows = list(files.read_jsonl(run.out / "rollouts.jsonl"))

@@ -151,7 +151,7 @@ def test_a_bank_alone_stays_and_later_steps_use_it(world_dir, tmp_path, uninterr
 def test_a_run_without_more_steps_has_the_weights_of_its_checkpoint(world_dir, killed):
     """As an evolution is still due, which the policy writes."""
     cfg = driver.parsed(small_flags(world_dir, killed, steps=4))
-    with Run.open(cfg, load_bank, sgsd.shown) as opened_run:
+    with Run.open(cfg, load_bank, sgsd.student_prompt) as opened_run:
         weights = model.trained(opened_run.lm)
         assert any("lora_B" in name and p.any() for name, p in weights.items())
 
@@ -182,7 +182,7 @@ def test_memories_and_a_bank_are_used_again(world_dir, tmp_path, uninterrupted):
 MAY_CHANGE = (
     "device rollout_rows score_tokens checkpoint_above checkpoint_every audit_every report_to"
 )
-MAY_CHANGE += " steps server max_prompt_tokens out problem_field answer_field answer_after"
+MAY_CHANGE += " steps server out problem_field answer_field answer_after"
 
 
 def other(rule, value):
@@ -200,7 +200,7 @@ def test_what_is_not_free_is_refused_and_so_are_fewer_steps(world_dir, killed, t
     cfg, before = driver.parsed(small_flags(world_dir, killed)), contents(killed)
 
     def open_with(changes):
-        with Run.open(dataclasses.replace(cfg, **changes), load_bank, sgsd.shown):
+        with Run.open(dataclasses.replace(cfg, **changes), load_bank, sgsd.student_prompt):
             pass
 
     data = (world_dir / "data.jsonl").read_text()
@@ -287,7 +287,9 @@ def test_a_run_that_goes_back_has_the_bank_of_then(world_dir, uninterrupted, tmp
     of_step_3, of_step_6 = banks[3].read_bytes(), banks[6].read_bytes()
     assert (out / "bank/bank.json").read_bytes() == of_step_6 != of_step_3
     shutil.rmtree(out / "checkpoints/step_000006")
-    with Run.open(driver.parsed(small_flags(world_dir, out)), load_bank, sgsd.shown) as back:
+    with Run.open(
+        driver.parsed(small_flags(world_dir, out)), load_bank, sgsd.student_prompt
+    ) as back:
         assert back.step == 4 and len(back.bank.window) == 2
     assert (out / "bank/bank.json").read_bytes() == of_step_3 and not banks[6].exists()
 

@@ -291,7 +291,7 @@ WRONG = [  # paths and flags, where {w} has a bank, and words of the line
     ("../model --out ../model/eval", "give another --out"),
     ("../model --data {w}/data.jsonl {w}/data.jsonl", "two sets are data"),
     ("../model --skills {w}/bank.json", "--num-skills 8"),
-    ("../model --max-new-tokens 4090", "context of 4096"),
+    ("../model short", "fills the model's context"),
     ("../model lacking --server http://127.0.0.1:9/v1", "one base model"),
 ]
 
@@ -308,6 +308,7 @@ def test_a_wrong_evaluation_is_one_line(given, words, world_dir, here, base):
     config = here / "moved/adapter_config.json"
     config.write_text(config.read_text().replace(str(base), "/no/such"))
     shutil.copytree(base, here / "lacking", ignore=shutil.ignore_patterns("*.safetensors"))
+    save_model(here / "short", max_position_embeddings=100)
     argv = command(data=world_dir / "data.jsonl", more=given.format(w=world_dir))
     refused(eval.main, argv, words)
     assert not [*here.parent.rglob("samples.jsonl")]

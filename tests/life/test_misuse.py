@@ -1,18 +1,18 @@
 """Whole commands that are refused: exit code 2, one line that names the fault, nothing written.
 
 All that can be wrong is listed beside its reader, such as problems in test_problems.py. Here are,
-besides, prompts that are too long, foreign adapters and damaged checkpoints.
+besides, lengths, foreign adapters and damaged checkpoints.
 """
 
 import pathlib
-import re
 import shutil
 
 import driver
 import peft
 import pytest
 import torch
-from driver import completes, contents, flags, refused, rows, small_flags, write_rows
+from conftest import save_model
+from driver import completes, contents, flags, opened, refused, rows, small_flags, write_rows
 
 import sgsd
 from lib import files, model
@@ -39,72 +39,89 @@ def test_a_wrong_input_is_one_line(changes, words, world_dir, tmp_path, capsys, 
     assert contents(world_dir) == before and not [*world_dir.rglob(files.LOCK)]
 
 
-# ------------------------------------------------------------------- prompts that are too long
-
-TOO_LONG = [  # settings, and words of the line
-    ({"max_prompt_tokens": 200}, ["gen_00", "err_00", "--max-prompt-tokens is 200"]),
-    ({"max_new_tokens": 3900}, ["gen_00", "--max-new-tokens 3900", "context of 4096"]),
-    ({"bank": "", "cold_start_tokens": 4090}, ["--cold-start-tokens 4090", "drop the problem p"]),
-]
-
-
-@pytest.mark.parametrize("changes, words", TOO_LONG)
-def test_a_prompt_that_does_not_fit_is_one_line(changes, words, world_dir, tmp_path, capsys):
-    """Measured are the longest problem alone, and with the longest pair of --bank."""
-    refused(capsys, sgsd.main, flags(world_dir, tmp_path / "run", **changes), *words)
-    assert not contents(tmp_path / "run")
+# ------------------------------------------------------------------- what is too long (S35)
 
 
 def test_a_long_context_is_written_with_all_digits(world_dir, tmp_path, capsys):
-    folder = shutil.copytree(world_dir / "model", tmp_path / "model")
-    settings = files.read_json(folder / "config.json") | {"max_position_embeddings": 2**20}
-    files.write_json(folder / "config.json", settings)
-    argv = flags(world_dir, tmp_path / "run", model=folder, max_new_tokens=2**20)
-    refused(capsys, sgsd.main, argv, "context of 1048576 ")
+    place = str(save_model(tmp_path / "model", max_position_embeddings=2**20))
+    with opened(world_dir, tmp_path / "run", model=place, max_new_tokens=2**20):
+        assert "context of 1048576)" in capsys.readouterr().out
 
 
 GREEK = {"id": "greek", "problem": "πόσα " * 60, "answer": "5"}  # 300 characters, 540 tokens
 LATIN = {"id": "latin", "problem": "how many " * 40, "answer": "5"}  # 360 of each
-WITH_BANK = "--bank {w}/bank.json --num-teachers 4"
-SHOWN = [  # a method and its flags
-    f"grpo --short {WITH_BANK}",
-    f"opsd {WITH_BANK}",
+
+
+def test_long_problems_are_left_out_and_counted(world_dir, tmp_path, capsys):
+    """By tokens of the plain prompt, not by characters; by the setting, and by the context."""
+    data, short = tmp_path / "data.jsonl", str(tmp_path / "short")
+    write_rows(data, [GREEK, LATIN])
+    save_model(short, max_position_embeddings=500)
+    changes = {"data": str(data), "bank": "", "cold_start": 1, "num_teachers": 1}
+    with opened(world_dir, tmp_path / "all", **changes) as run:
+        greek, latin = (len(sgsd.student_prompt(run, x.problem)) for x in run.problems)
+    assert "left out" not in capsys.readouterr().out
+    left = 500 - latin
+    cases = [(0, {"max_prompt_tokens": greek - 1})]
+    cases += [(0, {"model": short, "max_new_tokens": left})]
+    cases += [(1, {"model": short, "max_new_tokens": left + 1})]
+    for i, (count, more) in enumerate(cases):
+        with opened(world_dir, tmp_path / f"{i}", **changes, **more) as run:
+            assert [x.id for x in run.problems] == ["latin"]
+        (line,) = [x for x in capsys.readouterr().out.splitlines() if "left out" in x]
+        assert "1 of 2 problems" in line and f"leaves {count} fewer" in line
+        assert len(files.read_json(run.out / "problems.json")) == 1
+    with opened(world_dir, tmp_path / "both", **changes, max_new_tokens=4096 - latin) as run:
+        assert len(run.problems) == 2
+    printed = capsys.readouterr().out
+    assert "0 of 2 problems are left out" in printed and "leaves 1 fewer" in printed
+    changes["max_prompt_tokens"] = latin - 1
+    words = "2 of 2 problems", f"more than {latin - 1} tokens", "--max-prompt-tokens"
+    refused(capsys, driver.main, flags(world_dir, tmp_path / "run", **changes), *words)
+    assert not contents(tmp_path / "run")
+
+
+TEACHERS = [  # a method and its flags
+    "sgsd --bank {w}/bank.json",
     "opsd --teacher-field hint",
     "rlsd --teacher-field hint",
-    f"ablations {WITH_BANK} --answer-pi --teacher-field hint",
+    "rlsd --bank {w}/bank.json",
+    "sdpo",
+    "ablations --bank {w}/bank.json --answer-pi --teacher-field hint",
+    "ablations --bank {w}/bank.json --objective jsd",
 ]
 
 
-def tokens_of_refused(capsys, argv, room, *words):
-    """How many tokens the prompt has that is longer than this room."""
-    line = refused(capsys, driver.main, [*argv, f"--max-prompt-tokens={room}"], *words)
-    return int(re.search(r"has (\d+) tokens", line)[1])
-
-
-@pytest.mark.parametrize("command", SHOWN)
-def test_the_longest_prompt_of_a_method_is_known_at_the_start(command, world_dir, tmp_path, capsys):
-    """In tokens, not in characters: the student's and the teacher's. Else nothing is written."""
-    data, out = tmp_path / "data.jsonl", tmp_path / "run"
-    write_rows(data, [GREEK | {"hint": "count " * 100}, LATIN | {"hint": "none"}])
+@pytest.mark.parametrize("command", TEACHERS)
+def test_teachers_that_do_not_fit_the_context_are_left_out(command, world_dir, tmp_path, capsys):
+    """None of them fits beside the solution: the step is made all the same, and a line says why."""
+    data, short, out = tmp_path / "data.jsonl", tmp_path / "short", tmp_path / "run"
+    write_rows(data, [LATIN | {"hint": "count " * 100}])
+    save_model(short, max_position_embeddings=600)
     argv = command.format(w=world_dir).split()
-    argv += [f"--data={data}", f"--out={out}", "--steps=1", "--batch-size=2", "--device=cpu"]
-    argv += [f"--model={world_dir}/model", "--max-new-tokens=4", "--verifier=driver:UnevenVerifier"]
-    argv += [f"--encoder={world_dir}/encoder"]
-    longest = tokens_of_refused(capsys, argv, 100, "problem greek")
-    if "grpo" not in command:  # whose roles have one prompt
-        longest = tokens_of_refused(capsys, argv, longest, "problem greek")
-    tokens_of_refused(capsys, argv, longest - 1, "problem greek")
-    assert not contents(out)
-    completes(driver.main, [*argv, f"--max-prompt-tokens={longest}"])
+    argv += [f"--data={data}", f"--out={out}", "--steps=2", "--batch-size=1", "--audit-every=1"]
+    argv += [f"--model={short}", "--device=cpu", "--verifier=driver:UnevenVerifier"]
+    argv += [f"--encoder={world_dir}/encoder", "--num-teachers=3", "--max-new-tokens=200"]
+    completes(driver.main, argv)
+    assert capsys.readouterr().out.count("teachers are left out") == 1
+    logged = rows(out / "rollouts.jsonl")
+    assert logged and not any(row.get("rho") or row.get("first_gap") for row in logged)
+    assert [m["no_teachers"] for m in rows(out / "metrics.jsonl")] == [len(logged) / 2] * 2
+    assert all(m["grad_norm"] == 0 or "rlsd" in command for m in rows(out / "metrics.jsonl"))
 
 
-def test_a_sibling_that_is_too_long_ends_in_its_step_with_a_way_out(world_dir, tmp_path, capsys):
-    """SDPO's teacher shows a solution, which is not known before."""
-    out, changes = tmp_path / "run", {"bank": "", "verifier": "driver:UnevenVerifier"}
-    changes |= {"batch_size": 12, "checkpoint_every": 1}
-    argv = ["sdpo", *flags(world_dir, out, **changes)]
-    room = tokens_of_refused(capsys, argv, 10) + 5
-    tokens_of_refused(capsys, argv, room, "problem p", "in a new --out")
+def test_a_solution_without_room_is_empty_and_a_run_goes_on(world_dir, tmp_path, capsys):
+    """The plain prompt fits; the seed problem's has more words, and fills the context."""
+    data, short = tmp_path / "data.jsonl", str(tmp_path / "short")
+    write_rows(data, [LATIN | {"problem": "What is 1 plus 4? " * 20}])
+    changes = {"data": str(data), "bank": "", "cold_start": 1, "num_teachers": 1, "steps": 1}
+    with opened(world_dir, tmp_path / "all", **changes) as run:
+        length = len(sgsd.student_prompt(run, run.problems[0].problem))
+    save_model(short, max_position_embeddings=length + 1)
+    with opened(world_dir, tmp_path / "run", **changes, model=short) as run:
+        bank = sgsd.make_bank(run)
+    (memory,) = rows(run.out / "bank/memories.jsonl")
+    assert memory["truncated"] and memory["reward"] and bank.general_skills
 
 
 # ---------------------------------------------------------------------------- foreign adapters

@@ -1,9 +1,7 @@
 """Models, encoders, adapters and checkpoints from files; which ids the token mask removes."""
 
 import json
-import math
 import shutil
-import types
 
 import numpy as np
 import pytest
@@ -388,13 +386,3 @@ def test_a_checkpoint_whose_tensors_do_not_fit_is_one_line(base, tmp_path):
     refused_with(trainer, ".exp_avg", infinite)
     refused_with(trainer, ".exp_avg_sq", shorter)
     refused_with(trainer, ".step", missing)
-
-
-def test_a_context_that_rope_stretches_is_as_long_as_that():
-    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1000}
-    llama3 = {**yarn, "rope_type": "llama3"}
-    cases = (1000, None, 1000), (1000, yarn, 4000), (3000, llama3, 3000), (None, None, math.inf)
-    for most, rope, longest in cases:
-        limits = types.SimpleNamespace(max_position_embeddings=most, rope_parameters=rope)
-        settings = types.SimpleNamespace(get_text_config=lambda limits=limits: limits)
-        assert model.context_limit(types.SimpleNamespace(config=settings)) == longest

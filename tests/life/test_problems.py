@@ -9,6 +9,7 @@ from conftest import one_line
 
 from lib import problems
 from lib.problems import Problem
+from lib.run import load_training
 from lib.verify import extract_answer
 from methods import opsd
 
@@ -71,9 +72,9 @@ def test_what_teachers_see_is_a_text_of_each_row_word_for_word(tmp_path):
     assert (x.answer, opsd.with_answer(x, "answer")) == ("6", f"p\n\n{row['answer']}")
     one_line(lambda: load(source, answer_after="="), "--answer-after", "'='")
     for value in (" \n", 7, ["h"], None):
-        write(tmp_path / "b.jsonl", row | {"id": "q", "hint": value})
-        ((x,), _) = load(str(tmp_path / "b.jsonl"), answer_after="####")
-        one_line(lambda x=x: opsd.with_answer(x, "hint"), "--teacher-field hint", "in q")
+        data = write(tmp_path / "b.jsonl", row, {"id": "q", "problem": "2", "hint": value})
+        cfg = opsd.OPSDConfig(data=data, answer_field="problem", teacher_field="hint")
+        one_line(lambda cfg=cfg: load_training(cfg), "--teacher-field hint", "in q")
 
 
 ROW = '{"problem": "p", "answer": "1"}\n'

@@ -7,6 +7,7 @@
 
 import json
 import shutil
+import types
 from unittest import mock
 
 import datasets
@@ -71,7 +72,8 @@ def test_the_think_block_of_a_role_is_that_of_its_flag(world_dir, tmp_path):
         x = run.problems[0]
         prompts = [sgsd.student_prompt(run, x.problem)]
         pairs_K = run.bank.retrieve(x.problem, 2, run.embed)
-        prompts += sgsd.teacher_prompts(run, pairs_K, x.problem)
+        roll = types.SimpleNamespace(completion_ids=[7])
+        prompts += sgsd.teacher_prompts(run, pairs_K, x.problem, roll)[1]
     shown = [run.tokenizer.decode(ids).rpartition("assistant\n")[2] for ids in prompts]
     assert shown == ["", "<think>\n", "<think>\n"]
 

@@ -33,7 +33,7 @@ def short_pauses(monkeypatch):
 
 
 def a_server(engine, model="base", **options):
-    return served.Server(engine.url, model, STOPS, **options)
+    return served.Server(engine.url, model, STOPS, 4096, **options)
 
 
 @pytest.fixture
@@ -51,14 +51,16 @@ def sample(engine):
 
 
 def test_prompts_travel_as_ids_with_every_field_of_sampling_and_ids_come_back(engine, sample):
-    todo = jobs()
-    for turn in a_server(engine).stream(todo, Sampling(0.7, 0.9, 20), 16):
+    todo, full = jobs(limit=5000), Job(9, [7] * 4096, key=9, tokens_left=5)
+    for turn in a_server(engine).stream([*todo, full], Sampling(0.7, 0.9, 20), 16):
         (job,) = turn
+        if job is full:  # its prompt fills the context
+            continue
         assert (job.ids, job.tokens_left) == ([24 + job.index, 7, STOPS[0]], 0)
-    assert not any(job.tokens_left for job in todo)
+    assert not any(job.tokens_left for job in [*todo, full]) and not full.ids
     bodies = {body["prompt"][2]: body for body in engine.bodies()}
     assert len(bodies) == len(engine.calls) == 6
-    fields = {"model": "base", "prompt": [7, 8, 12], "max_tokens": 30, "temperature": 0.7}
+    fields = {"model": "base", "prompt": [7, 8, 12], "max_tokens": 4093, "temperature": 0.7}
     fields |= {"top_p": 0.9, "top_k": 20, "min_p": 0.0, "repetition_penalty": 1.0}
     fields |= {"presence_penalty": 0.0, "frequency_penalty": 0.0, "stop_token_ids": STOPS}
     assert bodies[9 + 3] == fields | {"return_token_ids": True}
@@ -84,7 +86,7 @@ def test_the_key_in_the_environment_is_sent_and_never_shown(engine, monkeypatch)
 
 
 def test_an_address_without_http_is_refused():
-    call = lambda: served.Server("localhost:8000/v1", "base", STOPS)  # noqa: E731
+    call = lambda: served.Server("localhost:8000/v1", "base", STOPS, 4096)  # noqa: E731
     one_line(call, "server localhost:8000/v1: ", "http://localhost:8000/v1")
 
 

@@ -65,6 +65,30 @@ def test_two_processes_with_given_rollouts_have_the_gradient_of_one(tmp_path, lo
     assert distance(other, gradient) < 1e-5, output
 
 
+CONTEXT = 457  # tokens
+
+
+def short_step(folder, words=()):
+    """A step in which the longest teachers' prompts do not fit the context with the solution."""
+    return one_step(folder, lora=False, words=words, context=CONTEXT)
+
+
+def test_teachers_that_do_not_fit_the_context_are_left_out(tmp_path):
+    """S35. In shards, processes that score fewer teachers make as many passes as the others."""
+    of_trl, gradient = short_step(tmp_path, PLAIN)
+    rolls = rollouts_of(of_trl.run, completions(6))
+    expected, results = step_of_sgsd(policy(False, context=CONTEXT), of_trl.run, rolls)
+    assert [len(result.pairs_K) for result in results] == [3, 3, 2, 1, 1, 0]
+    assert distance(gradient, expected) < 1e-5
+    trl_worlds.torchrun("test_gradient:sharded_short_step", tmp_path / "two")
+    other = torch.load(tmp_path / "two/gradient.pt", weights_only=True)
+    assert distance(other, gradient) < 1e-5
+
+
+def sharded_short_step(folder):
+    short_step(folder)
+
+
 def test_in_bf16_supports_and_polarities_are_those_of_scoring_py(tmp_path):
     """TRL's own head would round log-probabilities to bf16, and eps_a is .05 nats."""
     lm, rows = policy(lora=False, dtype=torch.bfloat16), completions(6)
@@ -74,7 +98,8 @@ def test_in_bf16_supports_and_polarities_are_those_of_scoring_py(tmp_path):
     _, results = step_of_sgsd(policy(lora=False, dtype=torch.bfloat16), run, rolls)
     for roll, result in zip(rolls, results):
         pairs_K = run.bank.retrieve(roll.problem, 4, run.embed)
-        contexts = [roll.prompt_ids, *sgsd.teacher_prompts(run, pairs_K, roll.problem)]
+        _, teachers_K = sgsd.teacher_prompts(run, pairs_K, roll.problem, roll)
+        contexts = [roll.prompt_ids, *teachers_K]
         logpS_T, *logps = of_trl.score(contexts, [roll.completion_ids] * 5)
         want = scoring.token_logprobs(lm, contexts, [roll.completion_ids] * 5)
         torch.testing.assert_close(torch.stack([logpS_T, *logps]), want, rtol=0, atol=1e-4)

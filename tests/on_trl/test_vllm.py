@@ -10,7 +10,7 @@ from trl_worlds import PROBLEMS, settings
 
 import distributed
 import rollout
-from lib import command, model
+from lib import command
 from rollout import Job, Sampling
 
 GREEDY, SECOND = Sampling(temperature=0.0), Sampling(temperature=1.1, top_p=0.95, top_k=20)
@@ -120,7 +120,7 @@ def test_each_process_asks_for_as_many_replies_of_one_limit(on_vllm, monkeypatch
     """TRL gathers the prompts of processes, and takes their numbers for equal. The limit is the
     longest job's, or less: what the context leaves the longest prompt."""
     of_trl = on_vllm()
-    context = model.context_limit(of_trl.run.lm)
+    context = rollout.context_limit(of_trl.run.lm)
     for longest, limit in ((30, 50), (context - 20, 20)):
         theirs = [(longest, 50), (30, 2)]  # tokens of the other process's prompts and replies
         monkeypatch.setattr(distributed, "all_gather", lambda ours, world, x=theirs: [ours, x])

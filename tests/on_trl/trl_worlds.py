@@ -93,9 +93,9 @@ def settings(out, **changes):
     return on_trl.TRLConfig(**(given | {"score_rows": 5, "audit_every": 0} | changes))
 
 
-def policy(lora, dtype=torch.float32):
+def policy(lora, dtype=torch.float32, context=4096):
     """The random model, with adapters that already change something or without any."""
-    lm = conftest.make_model().to(dtype)
+    lm = conftest.make_model(max_position_embeddings=context).to(dtype)
     if lora:
         torch.manual_seed(3)
         shape = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
@@ -157,10 +157,11 @@ def step_of_sgsd(lm, run, rolls):
     return {n: p.grad for n, p in lm.named_parameters() if p.grad is not None}, results
 
 
-def one_step(folder, lora=True, ids=None, words=PLAIN, **changes):
+def one_step(folder, lora=True, ids=None, words=PLAIN, context=4096, **changes):
     """The gradient of a step on six given rollouts; rank 0 saves it."""
     gradients, ids = Gradients(), ids or completions(6)
-    of_trl = trainer(settings(folder, **changes), policy(lora), ids, [gradients], words)
+    lm = policy(lora, context=context)
+    of_trl = trainer(settings(folder, **changes), lm, ids, [gradients], words)
     of_trl.train()
     if of_trl.accelerator.is_main_process:
         torch.save(gradients.steps[0], pathlib.Path(folder, "gradient.pt"))

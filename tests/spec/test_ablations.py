@@ -256,7 +256,9 @@ def test_a_teacher_reads_what_is_left_of_an_entry(skill_text, world_dir, tmp_pat
         pairs = ablations.retrieve(run, 1, x)
         assert whole == run.bank.retrieve(x.problem, 4, run.embed)
         for pair, full in zip(pairs, whole, strict=True):
-            assert (pair.ids, pair.s_g, pair.s_e) == (full.ids, full.s_g, full.s_e)
+            assert pair.skill["skill_id"] == full.skill["skill_id"]
+            assert pair.mistake["mistake_id"] == full.mistake["mistake_id"]
+            assert (pair.s_g, pair.s_e) == (full.s_g, full.s_e)
         lines = []
         for pair in pairs:  # line 4 of a prompt begins the skill, line 8 the mistake
             text = skills.render_teacher(pair, x.problem).splitlines()
@@ -291,7 +293,7 @@ def test_a_solution_that_was_cut_can_be_left_out_and_its_teachers_are_ignored(wo
         pairs_K = ablations.retrieve(run, 1, x)
         for is_cut in (True, False):
             roll = rollout.Rollout(x.id, x.problem, "5", prompt, ids, "so 5", None, -1, is_cut)
-            ((loss, numbers, token_numbers),) = ablations.losses(run, 1, x, [roll], pairs_K)
+            ((loss, numbers, token_numbers, _),) = ablations.losses(run, 1, x, [roll], pairs_K)
             assert loss.requires_grad == bool(loss) == (not is_cut)
             assert numbers["rho"].tolist() == [int(not is_cut)] * 3
             assert token_numbers["credit"].any() == (not is_cut)

@@ -89,32 +89,32 @@ def test_a_reply_depends_on_its_prompt_and_how_often_it_came_before_alone(world_
         assert [row["repeat"] for row in log[:5]] == [0, 0, 1, 1, 2] and log[0]["reply"] == a
 
 
-def test_a_reply_gets_what_the_context_leaves_or_is_not_asked(world_dir, tmp_path, capsys):
-    """By default a reply may be a quarter longer than its prompt (D4). Only a prompt that fills the
-    context is not asked."""
+def test_a_reply_gets_what_the_context_leaves_and_the_cut_ones_are_counted(
+    world_dir, tmp_path, capsys
+):
+    """S35. By default a reply may be a quarter longer than its prompt (D4)."""
     place = str(save_model(tmp_path / "model", max_position_embeddings=900))
     with opened(world_dir, tmp_path / "run", model=place, reply_tokens=100) as run:
-        decode, asked = run.stream, []
+        decode, lengths = run.stream, {}
 
         def stream(jobs, sampling, rows):
-            asked.extend((len(job.prompt) + job.tokens_left, job.tokens_left) for job in jobs)
-            return decode(jobs, sampling, rows)
+            for turn in decode(jobs, sampling, rows):
+                lengths.update((job.index, (len(job.prompt), len(job.ids))) for job in turn)
+                yield turn
 
         run.stream = stream
-        prompts = ["a" * 50, "b" * 700, "c" * 860, "d" * 900]
+        prompts = ["a" * 50, "b" * 840, "c" * 900]
         replies = policy_as_writer(run, 0)(prompts)
-    assert all(replies[:3]) and replies[3] == ""
-    assert asked[0][1] == 100 and [end for end, _ in asked[1:]] == [900, 900]
-    assert 0 < asked[2][1] < 64
-    (line,) = [x for x in capsys.readouterr().out.splitlines() if "not asked" in x]
-    for words in ("1 of 4", "900", "--merge-group-size"):
-        assert words in line
+    assert replies[0] and replies[1] and replies[2] == ""
+    assert lengths[0][1] <= 100 and sum(lengths[1]) == 900 and 2 not in lengths
+    (line,) = [x for x in capsys.readouterr().out.splitlines() if "cut 2 of 3" in x]
+    assert "context of 900" in line and "--merge-group-size" in line
     assert [row["reply"] for row in rows(tmp_path / "run/bank/replies.jsonl")] == replies
 
 
 def with_the_policy_as_writer(argv):
     """A process that makes a bank. The random model's own replies give no entry."""
-    with Run.open(driver.parsed(argv), skills.load_bank, sgsd.shown) as run:
+    with Run.open(driver.parsed(argv), skills.load_bank, sgsd.student_prompt) as run:
         run.bank = sgsd.make_bank(run)
         run.save_bank()
     return 0

@@ -7,6 +7,7 @@ cache, no padding, one row alone. Ids travel unchanged, and the outcome comes fr
 import functools
 import gc
 import itertools
+import math
 import os
 import warnings
 from types import SimpleNamespace
@@ -195,11 +196,29 @@ def test_the_cache_lies_in_memory_once_while_rows_grow_join_and_leave():
 def test_rows_are_read_together_up_to_16384_tokens_and_a_longer_one_alone():
     """Padding included: their mask has rows x longest^2 numbers."""
     one_head = {"num_hidden_layers": 1, "num_attention_heads": 1, "head_dim": 8}
-    model = make_model(eos_token_id=None, **one_head)
+    model = make_model(eos_token_id=None, max_position_embeddings=20000, **one_head)
     with watched(model) as passes:
         decoded(model, [(n, 1) for n in (9, 4000, 4096, 20, 8, 16400, 7)], 7)
     shapes = [shape for shape, _ in passes[1:]]
     assert shapes == [(4, 4096), (1, 8), (1, 16400), (1, 7)]
+
+
+def test_a_context_that_rope_stretches_is_as_long_as_that():
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1000}
+    llama3 = {**yarn, "rope_type": "llama3"}
+    cases = (1000, None, 1000), (1000, yarn, 4000), (3000, llama3, 3000), (None, None, math.inf)
+    for most, rope, longest in cases:
+        limits = SimpleNamespace(max_position_embeddings=most, rope_parameters=rope)
+        settings = SimpleNamespace(get_text_config=lambda limits=limits: limits)
+        assert rollout.context_limit(SimpleNamespace(config=settings)) == longest
+
+
+def test_a_reply_ends_with_the_context_as_at_its_limit():
+    """S35. There is none to a prompt that fills the context; its job is done all the same."""
+    model = make_model("gpt2", max_position_embeddings=64, eos_token_id=None)
+    long = decoded(model, [(50, 99), (64, 9), (10, 20), (63, 9), (70, 9)], 3)
+    assert [len(long[i]) for i in range(5)] == [14, 0, 20, 1, 0]
+    assert long == decoded(model, [(50, 14), (64, 9), (10, 20), (63, 1), (70, 9)], 3)
 
 
 def test_no_row_is_fed_past_the_context_while_it_waits_for_others():

@@ -45,7 +45,7 @@ def test_alg1_lines_5_and_8_to_14_the_loss_of_a_rollout_is_the_papers_arithmetic
     run.clock = runlog.Stopwatch()
     pairs_K = [skills.SkillPair({}, {}, s_g, s_e) for s_g, s_e in SIMILARITIES]
     roll = types.SimpleNamespace(problem="x", prompt_ids=STUDENT, completion_ids=IDS_T, r=r)
-    monkeypatch.setattr(sgsd, "teacher_prompts", lambda run, pairs_K, problem: TEACHERS)
+    monkeypatch.setattr(sgsd, "teacher_prompts", lambda run, pairs_K, *_: (pairs_K, TEACHERS))
     result = sgsd.rollout_loss(run, roll, pairs_K)
 
     mask = [int(i not in MASKED_IDS) for i in IDS_T]
@@ -74,6 +74,26 @@ def test_alg1_lines_5_and_8_to_14_the_loss_of_a_rollout_is_the_papers_arithmetic
     for got, want in zip(torch.autograd.grad(result.loss, parameters), wants):
         assert want.abs().max() > 0
         same(got, want, 1e-4)
+
+
+def test_a_teacher_beyond_the_context_is_left_out_as_by_a_shorter_list(world_dir, tmp_path):
+    """S35. Prompt and solution count together: for a solution of one token less it stays."""
+    with opened(world_dir, tmp_path / "run") as run:
+        x, context = run.problems[0], rollout.context_limit(run.lm)
+        first, second, third = run.bank.retrieve(x.problem, 3, run.embed)
+        long = {**second.mistake, "how_to_avoid": "a" * (context - 700)}
+        pairs_K = [first, dataclasses.replace(second, mistake=long), third]
+        student = sgsd.student_prompt(run, x.problem)
+        given = {"problem": x.problem, "prompt_ids": student, "r": 1, "completion_ids": []}
+        _, prompts_K = sgsd.teacher_prompts(run, pairs_K, x.problem, types.SimpleNamespace(**given))
+        room = context - len(prompts_K[1])
+        for length, kept in ((room, pairs_K), (room + 1, [first, third])):
+            given["completion_ids"] = [70 + i % 20 for i in range(length)]
+            roll = types.SimpleNamespace(**given)
+            got, want = (sgsd.rollout_loss(run, roll, pairs) for pairs in (pairs_K, kept))
+            assert got.pairs_K == kept and got.loss.isfinite()
+            same(got.loss, want.loss)
+            same(got.numbers["alpha"], sgsd.pair_weights(run, kept))
 
 
 def step_by_hand(run, x, step):
@@ -110,7 +130,8 @@ def test_alg1_lines_2_to_16_a_step_is_what_its_lines_say(world_dir, tmp_path):
             for row in logged:  # line 3
                 pairs_K, teachers_K, roll = step_by_hand(hand, data[row["problem_id"]], step)
                 assert sgsd.student_prompt(hand, roll.problem) == roll.prompt_ids
-                assert sgsd.teacher_prompts(hand, pairs_K, roll.problem) == teachers_K
+                prompts = sgsd.teacher_prompts(hand, pairs_K, roll.problem, roll)
+                assert prompts == (pairs_K, teachers_K)
                 pairs = [[p.skill["skill_id"], p.mistake["mistake_id"]] for p in pairs_K]
                 assert row["pairs"] == pairs
                 assert row["prompt_ids"] == roll.prompt_ids
