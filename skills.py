@@ -619,15 +619,24 @@ def evolve(
     update: dict[str, Any] = {"step": step, "success": success}
     update["lost_replies"] = lost + lost_in(new_layers) + lost_in(layers)
     for key in KINDS:
-        update[f"candidate_{key}"] = len(candidates[key])
-        update[f"merged_{key}"] = len(new[key])
-        update[f"dynamic_{key}"] = len(after[key])
-        update[f"net_new_{key}"] = len(after[key]) - len(dynamic[key])
+        update |= _counts_of_update(key, candidates[key], new[key], dynamic[key], after[key])
     lists = {key: static[key] + after[key] for key in KINDS}
     metadata = {**bank.metadata, "updates": [*bank.metadata.get("updates", []), update]}
     return SkillBank(  # line 14
         lists["general_skills"], lists["common_mistakes"], metadata, extra=bank.extra
     )
+
+
+def _counts_of_update(
+    key: str, candidates: list, merged: list, before: list, after: list
+) -> dict[str, int]:
+    """What an evolution did to a list, for `metadata`; before and after: its dynamic entries."""
+    return {
+        f"candidate_{key}": len(candidates),
+        f"merged_{key}": len(merged),
+        f"dynamic_{key}": len(after),
+        f"net_new_{key}": len(after) - len(before),
+    }
 
 
 def split(bank: SkillBank, key: str) -> tuple[list[dict], list[dict]]:

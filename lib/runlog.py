@@ -150,16 +150,7 @@ def summarize(
     metrics |= polarity_numbers(rows)
     metrics |= {f"seconds.{part}": round(x, 3) for part, x in seconds.items()}
     lengths = [len(row["completion_ids"]) for row in rows]
-    # Without a mask every token counts.
-    unmasked = [row.get("unmasked", length) for row, length in zip(rows, lengths)]
-    gaps = sum(n * len(row.get("first_gap", [])) for row, n in zip(rows, unmasked))
-    first_gaps = list(itertools.chain.from_iterable(row.get("first_gap", []) for row in rows))
-    if any("unmasked" in row for row in rows):
-        metrics |= {
-            "clip_share": sum(row.get("clipped", 0) for row in rows) / max(1, gaps),
-            "mask_share": sum(unmasked) / sum(lengths),
-            "first_gap": sum(first_gaps) / max(1, len(first_gaps)),
-        }
+    metrics |= gap_numbers(rows, lengths) if any("unmasked" in row for row in rows) else {}
     metrics |= {
         "completion_tokens": sum(lengths) / total,
         "grad_norm": norm,
@@ -173,6 +164,19 @@ def summarize(
             if type(x) in (int, float) and name not in TAKEN:
                 own.setdefault(name, []).append(x)
     return joined(metrics, {name: torch.tensor(xs).double().mean() for name, xs in own.items()})
+
+
+def gap_numbers(rows: list[dict], lengths: list[int]) -> dict[str, float]:
+    """The shares of clipped gaps and of unmasked tokens, and the mean gap of first tokens."""
+    # Without a mask every token counts.
+    unmasked = [row.get("unmasked", length) for row, length in zip(rows, lengths)]
+    gaps = sum(n * len(row.get("first_gap", [])) for row, n in zip(rows, unmasked))
+    first_gaps = list(itertools.chain.from_iterable(row.get("first_gap", []) for row in rows))
+    return {
+        "clip_share": sum(row.get("clipped", 0) for row in rows) / max(1, gaps),
+        "mask_share": sum(unmasked) / sum(lengths),
+        "first_gap": sum(first_gaps) / max(1, len(first_gaps)),
+    }
 
 
 def polarity_numbers(rows: list[dict]) -> dict[str, Any]:
