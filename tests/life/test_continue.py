@@ -179,10 +179,8 @@ def test_memories_and_a_bank_are_used_again(world_dir, tmp_path, uninterrupted):
 
 # ---------------------------------------------------------------------------------------- changes
 
-MAY_CHANGE = (
-    "device rollout_rows score_tokens checkpoint_above checkpoint_every audit_every report_to"
-)
-MAY_CHANGE += " steps server out problem_field answer_field answer_after"
+MAY_CHANGE = """device rollout_rows score_tokens checkpoint_above checkpoint_every audit_every
+    report_to steps server out problem_field answer_field answer_after""".split()
 
 
 def other(rule, value):
@@ -194,14 +192,17 @@ def other(rule, value):
     return f"another_{value}" if isinstance(value, str) else value + 1
 
 
-def test_what_is_not_free_is_refused_and_so_are_fewer_steps(world_dir, killed, tmp_path, capsys):
+def test_what_is_not_free_is_refused_and_so_are_fewer_steps(world_dir, killed, tmp_path):
     """In one line: all that differ, each with its new and the run's own value, a way out. Nothing
     is written."""
     cfg, before = driver.parsed(small_flags(world_dir, killed)), contents(killed)
 
-    def open_with(changes):
-        with Run.open(dataclasses.replace(cfg, **changes), load_bank, sgsd.student_prompt):
-            pass
+    def refused_with(words, **changes):
+        def open_run(argv):
+            with Run.open(dataclasses.replace(cfg, **changes), load_bank, sgsd.student_prompt):
+                pass
+
+        refused(open_run, [], *words, "new --out")
 
     data = (world_dir / "data.jsonl").read_text()
     (tmp_path / "data.jsonl").write_text(data.replace('"answer": "3"', '"answer": "4"'))
@@ -209,14 +210,12 @@ def test_what_is_not_free_is_refused_and_so_are_fewer_steps(world_dir, killed, t
     values = {"data": str(tmp_path / "data.jsonl"), "bank": str(tmp_path / "bank.json")}
     values |= {"verifier": "driver:Exact", "top_p": 0.5}
     rules = cfg.rules()
-    assert {name for name, rule in rules.items() if rule.free} == {*MAY_CHANGE.split()}
-    for name in rules.keys() - MAY_CHANGE.split():
+    assert {name for name, rule in rules.items() if rule.free} == {*MAY_CHANGE}
+    for name in rules.keys() - MAY_CHANGE:
         value = getattr(cfg, name)
         new = values.get(name) or other(rules[name], value)
-        words = config.flag(name), str(new), str(value), "new --out"
-        refused(capsys, lambda argv, changes={name: new}: open_with(changes), [], *words)
-    words = "--steps 2", "has made 4", "--tau-g 2", "new --out"
-    refused(capsys, lambda argv: open_with({"steps": 2, "tau_g": 2}), [], *words)
+        refused_with([config.flag(name), new, value], **{name: new})
+    refused_with(["--steps 2", "has made 4", "--tau-g 2"], steps=2, tau_g=2)
     assert contents(killed) == before
 
 
@@ -294,13 +293,13 @@ def test_a_run_that_goes_back_has_the_bank_of_then(world_dir, uninterrupted, tmp
     assert (out / "bank/bank.json").read_bytes() == of_step_3 and not banks[6].exists()
 
 
-def test_a_file_in_the_place_of_the_bank_is_one_line(world_dir, uninterrupted, tmp_path, capsys):
+def test_a_file_in_the_place_of_the_bank_is_one_line(world_dir, uninterrupted, tmp_path):
     """Also where nothing is left to do."""
     out = shutil.copytree(uninterrupted, tmp_path / "run")
     shutil.rmtree(out / "bank")
     (out / "bank").touch()
     before = contents(out)
-    refused(capsys, driver.main, small_flags(world_dir, out), f"directory: '{out}/bank'")
+    refused(main, small_flags(world_dir, out), f"directory: '{out}/bank'")
     assert contents(out) == before
 
 
@@ -390,25 +389,6 @@ def no_loss(run, step, x, rolls_G, pairs_K):
 
 
 @dataclasses.dataclass(frozen=True)
-class Listing(groups.MethodConfig):
-    """A method that an edit has given a list."""
-
-    program = "listing.py"
-    generations = 1
-    words: tuple[str, ...] = setting((), "a list")
-
-
-def test_a_list_that_an_edit_has_added_is_the_runs_default(world_dir, tmp_path):
-    step_fn, out = groups.make_step(no_loss), tmp_path / "run"
-    driver.train(world_dir, out, step_fn, Listing, steps=1)
-    about = stored(out)
-    del about["settings"]["words"]
-    files.write_json(out / "config.json", about)
-    assert driver.train(world_dir, out, step_fn, Listing, steps=2).step == 2
-    assert "--words" not in str(stored(out)["continuations"])
-
-
-@dataclasses.dataclass(frozen=True)
 class Own(groups.MethodConfig):
     """A method of one's own, with two settings, and without two of the loop's."""
 
@@ -418,17 +398,21 @@ class Own(groups.MethodConfig):
 
     penalty: float = setting(0.5, "a weight of the loss")
     print_every: int = setting(9, "print a solution every N steps", free=True)
+    words: tuple[str, ...] = setting((), "a list")
 
 
 def test_a_setting_of_ones_own_may_change_where_it_is_free(world_dir, tmp_path):
+    """One that an edit has added, here a list, has its default."""
     step_fn, out = groups.make_step(no_loss), tmp_path / "run"
-    for steps in (1, 2):
-        own = driver.train(world_dir, out, step_fn, Own, steps=steps, print_every=steps)
-        assert own.step == steps and own.code == 0
-    about = json.loads((out / "config.json").read_text())
-    assert "--print-every 2, where the run has 1" in about["continuations"][0]["changed"]
-    assert {"penalty", "print_every"} <= about["settings"].keys()
+    driver.train(world_dir, out, step_fn, Own, steps=1, print_every=1)
+    about = stored(out)
+    assert about["settings"].pop("words") == [] and about["settings"]["penalty"] == 0.5
     assert not {"evolve_every", "checkpoint_every"} & about["settings"].keys()
+    files.write_json(out / "config.json", about)
+    own = driver.train(world_dir, out, step_fn, Own, steps=2, print_every=2)
+    assert own.step == 2 and own.code == 0
+    changed = stored(out)["continuations"][0]["changed"]
+    assert "--print-every 2, where the run has 1" in changed and "--words" not in str(changed)
 
     def with_another_penalty(argv):
         driver.train(world_dir, out, step_fn, Own, steps=2, print_every=2, penalty=0.25)
