@@ -388,7 +388,7 @@ def shared_replies(run: Run, prompts: list[str], repeats: list[int]) -> list[str
     if cut and run.world.main:
         tqdm.write(
             f"bank: the model's context of {context:.0f} tokens cut {cut} of {len(prompts)} "
-            "replies; a smaller --merge-group-size, or another model, helps"
+            "replies; a model with a longer one helps, and for merges a smaller --merge-group-size"
         )
     return replies
 
@@ -500,10 +500,10 @@ def go_on(run: Run, stored: dict[str, Any]) -> None:
     stored: its config.json so far.
     """
     cfg, out = run.cfg, run.out
-    for row in files.read_jsonl(out / "bank/memories.jsonl"):
-        run.memories[row["problem_id"]] = row
-    has_bank = files.of_step(out / "bank", 0, ".json").exists()
-    if run.memories and not has_bank and bool(cfg.server) != bool(stored["settings"].get("server")):
+    if not files.of_step(out / "bank", 0, ".json").exists():
+        for row in files.read_jsonl(out / "bank/memories.jsonl"):
+            run.memories[row["problem_id"]] = row
+    if run.memories and bool(cfg.server) != bool(stored["settings"].get("server")):
         rule = "--server: a server and `generate` would both sample the first bank (S27)"
         raise ValueError(f"--out {out}: {rule}; give the run's value, or a new --out")
     run.about = continued(run, stored)

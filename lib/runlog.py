@@ -254,11 +254,14 @@ def warnings_after(steps: Sequence[dict[str, Any]], cfg: Any) -> list[str]:
             f"no group had right and wrong solutions {beginning}, so nothing was learnt: {cause}"
         )
     decided = any(row["rho_distilled"] or row["rho_reversed"] for row in steps)
-    if "eps_a" in cfg.rules() and not decided and any(row["rho_ignored"] for row in steps):
-        size = statistics.median(row["abs_a_p50"] for row in steps)
+    if "eps_a" in cfg.rules() and not decided:
+        cause = "no solution had a teacher: is the bank empty, or the model's context too short?"
+        if any(row["rho_ignored"] for row in steps):
+            size = statistics.median(row["abs_a_p50"] for row in steps if "abs_a_p50" in row)
+            cause = f"the median size of a support is {size:.3g} nats, and --eps-a is {cfg.eps_a:g}"
         lines.append(
-            f"no teacher was decided {beginning}, so nothing was learnt: the median size of a "
-            f"support is {size:.3g} nats, and --eps-a is {cfg.eps_a:g}; docs/when.md has more"
+            f"no teacher was decided {beginning}, so nothing was learnt: {cause}; "
+            "docs/when.md has more"
         )
     return lines
 

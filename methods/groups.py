@@ -40,7 +40,7 @@ from torch import Tensor
 import rollout
 import sgsd
 import skills
-from lib import problems
+from lib import command, problems
 from lib.config import Config, setting
 from lib.problems import Problem
 from lib.run import Run
@@ -86,9 +86,16 @@ def prompt_alone(run: Run, x: Problem, pairs_K: Sequence[SkillPair]) -> list[int
 
 
 def prompt_with_skills(run: Run, x: Problem, pairs_K: Sequence[SkillPair]) -> list[int]:
-    """The student's prompt, with the skills that --bank gives, if any (S17)."""
+    """The student's prompt, with the skills that --bank gives, if any (S17).
+
+    UserError if it fills the model's context.
+    """
     text = skills.render_skills(pairs_K, x.problem)
-    return rollout.chat_ids(run.tokenizer, text, thinking=run.cfg.student_prefix)
+    ids = rollout.chat_ids(run.tokenizer, text, thinking=run.cfg.student_prefix)
+    if len(ids) >= rollout.context_limit(run.lm):
+        line = f"problem {x.id}: with {len(pairs_K)} pairs its prompt has {len(ids)} tokens"
+        raise command.UserError(f"{line}, which fill the model's context; lower --num-teachers")
+    return ids
 
 
 def nearest(run: Run, step: int, x: Problem) -> list[SkillPair]:
