@@ -248,6 +248,7 @@ def prepare(
         if cfg.server
         else functools.partial(model.load_model, device="meta", dtype=cfg.dtype, attn=cfg.attn)
     )
+    print_notes(policies, sets, cfg)
     prompts, shared = make_prompts(cfg, sets, world), sample_settings(cfg, world)
     for policy in policies:
         lm, tokenizer = look(policy.base)
@@ -272,6 +273,24 @@ def prepare(
     for policy in policies:
         held.enter_context(files.locked(policy.folder))
     return [missing_samples(policy) for policy in policies]
+
+
+def print_notes(policies: list[Policy], sets: Sets, cfg: EvalConfig) -> None:
+    """Print what a run read or judged otherwise, and how many of the problems it was trained on."""
+    rules = config.Common.rules()
+    judging = {name: getattr(cfg, name) for name in rules if rules[name].group == "the problems"}
+    asked = {problems.fingerprint(x.problem) for x in itertools.chain.from_iterable(sets.values())}
+    runs = [run_of(pathlib.Path(policy.path)) for policy in policies]
+    for run in dict.fromkeys(run for run in runs if run and (run / "problems.json").exists()):
+        trained = files.read_json(run / "config.json")["settings"]
+        if other := config.flags_that_differ(trained, judging):
+            ours = config.flags_that_differ(judging, trained)
+            print(f"{run} trained with {' '.join(other)}; this evaluation has {' '.join(ours)}")
+        if seen := asked & {*files.read_json(run / "problems.json")}:
+            print(
+                f"{run} was trained on {len(seen)} of these {len(asked)} problems, "
+                "by their letters and digits"
+            )
 
 
 def make_prompts(cfg: EvalConfig, sets: Sets, world: World) -> dict[str, str]:
@@ -505,7 +524,8 @@ def evaluate(cfg: EvalConfig, world: World) -> None:
                 write_results(policy, sets, verifier, cfg)
         late = sum(distributed.all_gather(verifier.timeouts, world))
         if world.main:
-            print_notes(policies, sets, late)
+            if late:
+                print(f"{late} answers took longer than --verify-timeout: wrong")
             homes = dict.fromkeys(str(policy.folder.parent) for policy in policies)
             print("compare:", shlex.join(["python", "-m", "extras.compare", *homes]))
         distributed.barrier(world)
@@ -528,22 +548,6 @@ def write_results(policy: Policy, sets: Sets, verifier: verify.Judge, cfg: EvalC
         }
         print(line_of(policy, name, table[name], cfg), flush=True)
     files.write_json(file, table)
-
-
-def print_notes(policies: list[Policy], sets: Sets, late: int) -> None:
-    """Print how many of the problems a run was trained on, and how many answers took too long."""
-    data = itertools.chain.from_iterable(sets.values())
-    asked = {problems.fingerprint(x.problem) for x in data}
-    runs = [run_of(pathlib.Path(policy.path)) for policy in policies]
-    for run in dict.fromkeys(run for run in runs if run and (run / "problems.json").exists()):
-        seen = asked & {*files.read_json(run / "problems.json")}
-        if seen:
-            print(
-                f"{run} was trained on {len(seen)} of these {len(asked)} problems, "
-                "by their letters and digits"
-            )
-    if late:
-        print(f"{late} answers took longer than --verify-timeout: wrong")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

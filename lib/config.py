@@ -15,6 +15,11 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+def flags_that_differ(values: dict[str, Any], others: dict[str, Any]) -> list[str]:
+    """Settings as words of a command line, where `others` has another value."""
+    return [f"{flag(name)}={x}" for name, x in values.items() if others.get(name, x) != x]
+
+
 @dataclass(frozen=True)
 class Rule:
     """What holds for a setting in every class that has it, whatever its default there."""

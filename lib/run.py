@@ -36,7 +36,7 @@ import distributed
 import rollout
 from distributed import World
 from lib import command, config, files, model, problems, runlog, served, verify
-from lib.config import Config
+from lib.config import Config, EvalConfig
 from lib.problems import Problem
 from rollout import Job, Rollout, Sampling
 
@@ -661,6 +661,22 @@ def what_next(run: Run) -> str:
         return f"done; the bank: {run.out / 'bank' / files.BANK}"
     if not is_complete(run):
         return f"stopped after step {run.step} of {cfg.steps}; run the same command to continue"
-    evaluate = shlex.join(["python", "eval.py", cfg.model, cfg.out])
-    look = shlex.join(["python", "-m", "extras.report", cfg.out])
-    return f"done; evaluate: {evaluate} (--data: your own test problems)\nlook inside: {look}"
+    return (
+        f"done; evaluate: {shlex.join(['python', 'eval.py', *evaluation(cfg)])}\n"
+        f"look inside: {shlex.join(['python', '-m', 'extras.report', cfg.out])}"
+    )
+
+
+def evaluation(cfg: Config) -> list[str]:
+    """eval.py's arguments for an evaluation that reads, samples and judges as the run trained."""
+    shared = {
+        name: getattr(cfg, name)
+        for name, rule in cfg.rules().items()
+        if hasattr(config.Common, name) or rule.group == "the sampling"
+    }
+    return [
+        *(cfg.model, cfg.out),
+        *config.flags_that_differ(shared, asdict(EvalConfig())),
+        *["--no-thinking"] * (cfg.student_prefix == "closed"),
+        *["--data", "YOUR_TEST_PROBLEMS"] * (cfg.data != Config.data),
+    ]

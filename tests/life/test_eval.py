@@ -257,8 +257,21 @@ def test_the_problems_that_a_run_was_trained_on_are_counted(world_dir, here, bas
     texts = [PROBLEMS[2]["problem"], PROBLEMS[1]["problem"].upper(), "another"]
     make_adapter(here / "run/checkpoints/step_000001", base)
     files.write_json(here / "run/problems.json", [problems.fingerprint(text) for text in texts])
+    files.write_json(here / "run/config.json", {"settings": {}})
     printed = call(here / "run", data=world_dir / "data.jsonl")
     assert f"{here / 'run'} was trained on 2 of these 4" in printed
+
+
+def test_a_run_with_another_verifier_or_other_fields_is_told(world_dir, here, base):
+    """Before its samples are drawn. An older run may lack a setting."""
+    make_adapter(here / "run/checkpoints/step_000001", base)
+    files.write_json(here / "run/problems.json", [])
+    trained = {"answer_field": "target", "verifier": "my_domain:Estimate", "temperature": 1.1}
+    files.write_json(here / "run/config.json", {"settings": trained})
+    first, *_ = call(here / "run", data=world_dir / "data.jsonl").splitlines()
+    had = "--answer-field=target --verifier=my_domain:Estimate"
+    now = "--answer-field=answer --verifier=driver:Exact"
+    assert first == f"{here / 'run'} trained with {had}; this evaluation has {now}"
 
 
 def test_a_folder_that_is_in_use_is_refused(world_dir, here, base, monkeypatch):

@@ -6,6 +6,7 @@
 """
 
 import json
+import shlex
 import shutil
 import types
 from unittest import mock
@@ -14,14 +15,15 @@ import datasets
 import pytest
 import torch
 from conftest import PROBLEMS, make_tokenizer, save_model
-from driver import completes, contents, flags, opened, refused, rows, train
+from driver import completes, contents, flags, opened, parsed, refused, rows, train
 from safetensors.torch import load_file
 from tokenizers import AddedToken
 
 import eval
 import sgsd
 import skills
-from lib import config, files, model, problems, runlog
+from lib import files, model, problems, runlog
+from lib.run import evaluation
 
 
 def test_what_a_run_leaves_on_disk(uninterrupted):
@@ -43,8 +45,9 @@ def test_what_a_run_leaves_on_disk(uninterrupted):
     assert {row["step"] for row in rows(out / "bank/replies.jsonl")} == {0, 3, 6}
 
 
-def test_other_columns_and_answers_behind_a_mark_are_trained_and_evaluated_on(world_dir, tmp_path):
-    """As GSM8K, from a directory as the hub lays it out."""
+def test_the_last_line_of_a_run_evaluates_it_as_it_trained(world_dir, tmp_path):
+    """On other columns, with answers behind a mark as in GSM8K, from a directory as the hub lays it
+    out. The command is pasted, with test problems of one's own."""
     given = []
     for x in PROBLEMS[:8]:
         solution = f"One adds.\n#### {x['answer']}"
@@ -53,16 +56,45 @@ def test_other_columns_and_answers_behind_a_mark_are_trained_and_evaluated_on(wo
     (hub / "data").mkdir(parents=True)
     part = datasets.Dataset.from_list(given)
     part.to_parquet(str(hub / "data/train-00000-of-00001.parquet"))
-    columns = ["--problem-field=question", "--answer-field=solution", "--answer-after=####"]
-    changes = {"steps": 1, "max_new_tokens": 4, "data": hub, "verifier": config.Config.verifier}
-    completes(sgsd.main, [*flags(world_dir, out, **changes), *columns])
+    columns = ["--problem-field=question", "--answer-field=solution", "--answer-after=#### "]
+    changes = {"steps": 1, "max_new_tokens": 4, "data": hub, "verifier": "driver:UnevenVerifier"}
+    printed = completes(sgsd.main, [*flags(world_dir, out, **changes), *columns])
     golds = {x["problem"]: x["answer"] for x in PROBLEMS[:8]}
     trained = {row["problem"]: row["gold"] for row in rows(out / "rollouts.jsonl")}
     assert len(trained) == 4 and trained.items() < golds.items()
-    argv = [out, "--samples=1", "--max-new-tokens=4", *columns, f"--out={tmp_path / 'eval'}"]
-    completes(eval.main, [*argv, "--device=cpu", "--data", hub, "--split=train"])
-    (log,) = tmp_path.glob("eval/*/samples.jsonl")
-    assert sorted(row["gold"] for row in rows(log)) == sorted(golds.values())
+    (line,) = [line for line in printed.splitlines() if line.startswith("done; evaluate: ")]
+    words = shlex.split(line.removeprefix("done; evaluate: "))
+    assert words[:2] == ["python", "eval.py"] and words[-2:] == ["--data", "YOUR_TEST_PROBLEMS"]
+    printed = completes(eval.main, [*words[2:-1], hub, "--split=train", "--samples=1"])
+    assert "trained with" not in printed
+    samples = rows(out / "eval/step_000001/samples.jsonl")
+    assert sorted(row["gold"] for row in samples) == sorted(golds.values())
+    settings = files.read_json(out / "eval/step_000001/results.json")["hub"]["settings"]
+    same = {"device": "cpu", "max_new_tokens": 4, "temperature": 1.1, "top_k": 20}
+    same |= {"thinking": False, "verify_timeout": 5}
+    assert same.items() <= settings.items() and "UnevenVerifier" in settings["verifier"]
+
+
+SHARED = {  # flags of a method, and what its last line has for eval.py
+    "sgsd": "--temperature=1.1 --top-k=20 --max-new-tokens=1024 --no-thinking",
+    "grpo": "--temperature=1.2 --top-p=1.0 --max-new-tokens=16000",
+    "sgsd --preset tiny": (
+        "--temperature=1.1 --top-k=20 --max-new-tokens=96 --device=cpu --no-thinking "
+        "--data YOUR_TEST_PROBLEMS"
+    ),
+    "sgsd --student-prefix open --dtype float32 --verify-timeout 2 --seed 1 --encoder e": (
+        "--temperature=1.1 --top-k=20 --max-new-tokens=1024 --dtype=float32 --verify-timeout=2.0"
+    ),
+}
+
+
+@pytest.mark.parametrize("line", SHARED)
+def test_an_evaluation_gets_the_flags_of_both_programs_where_its_defaults_differ(line):
+    """Flags of the same name that mean something else, such as --seed, are no part of it."""
+    method, *argv = line.split()
+    cfg = parsed(argv, method)
+    assert evaluation(cfg) == [cfg.model, cfg.out, *SHARED[line].split()]
+    parsed(evaluation(cfg), "eval")
 
 
 def test_the_think_block_of_a_role_is_that_of_its_flag(world_dir, tmp_path):
