@@ -504,8 +504,10 @@ def go_on(run: Run, stored: dict[str, Any]) -> None:
         for row in files.read_jsonl(out / "bank/memories.jsonl"):
             run.memories[row["problem_id"]] = row
     if run.memories and bool(cfg.server) != bool(stored["settings"].get("server")):
-        rule = "--server: a server and `generate` would both sample the first bank (S27)"
-        raise ValueError(f"--out {out}: {rule}; give the run's value, or a new --out")
+        raise ValueError(
+            f"--out {out}: --server: a server and `generate` would both sample the first bank "
+            "(S27); give the run's value, or a new --out"
+        )
     run.about = continued(run, stored)
     made = 0
     for row, _ in files.rows_of_steps(out / "metrics.jsonl"):
@@ -514,8 +516,10 @@ def go_on(run: Run, stored: dict[str, Any]) -> None:
             run.skipped = run.skipped + 1 if row.get("skipped") else 0
     every = stored["settings"].get("checkpoint_every", cfg.checkpoint_every)
     if made > min(every, cfg.evolve_every if cfg.evolves else math.inf) and not run.step:
-        line = f"--out {out}: it has made {made} steps, but checkpoints/ has none"
-        raise ValueError(f"{line}; bring them back, or give another directory")
+        raise ValueError(
+            f"--out {out}: it has made {made} steps, but checkpoints/ has none; bring them back, "
+            "or give another directory"
+        )
 
 
 def continued(run: Run, stored: dict[str, Any]) -> dict[str, Any]:
@@ -540,8 +544,7 @@ def continued(run: Run, stored: dict[str, Any]) -> dict[str, Any]:
     if cfg.steps < run.step:
         refused.append(f"--steps {cfg.steps}, where the run has made {run.step}")
     if refused:
-        line = "; ".join(refused)
-        raise ValueError(f"--out {out}: {line}; give the run's value, or a new --out")
+        raise ValueError(f"--out {out}: {'; '.join(refused)}; give the run's value, or a new --out")
     before = stored["code"]  # of an earlier version one digest: all files are named
     edited = [name for name, x in about["code"].items() if name not in before or before[name] != x]
     if edited:
@@ -582,8 +585,10 @@ def load_run(run: Run, held: contextlib.ExitStack) -> None:
     """
     cfg = run.cfg
     if cfg.server and cfg.adapter:
-        rule = "it samples the base, and --adapter begins with other weights"
-        raise ValueError(f"--server {' '.join(cfg.server)}: {rule}; leave one of them out")
+        raise ValueError(
+            f"--server {' '.join(cfg.server)}: it samples the base, and --adapter begins with "
+            "other weights; leave one of them out"
+        )
     run.verifier = held.enter_context(verify.load_judge(cfg.verifier)(cfg.verify_timeout))
     rank, alpha = lora_settings(run)
     if cfg.uses_skill_bank and cfg.steps:  # before the policy, which takes minutes
@@ -678,5 +683,5 @@ def evaluation(cfg: Config) -> list[str]:
         *(cfg.model, cfg.out),
         *config.flags_that_differ(shared, asdict(EvalConfig())),
         *["--no-thinking"] * (cfg.student_prefix == "closed"),
-        *["--data", "YOUR_TEST_PROBLEMS"] * (cfg.data != Config.data),
+        *["--data", "YOUR_TEST_PROBLEMS.jsonl"] * (cfg.data != Config.data),
     ]

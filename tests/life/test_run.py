@@ -64,7 +64,7 @@ def test_the_last_line_of_a_run_evaluates_it_as_it_trained(world_dir, tmp_path):
     assert len(trained) == 4 and trained.items() < golds.items()
     (line,) = [line for line in printed.splitlines() if line.startswith("done; evaluate: ")]
     words = shlex.split(line.removeprefix("done; evaluate: "))
-    assert words[:2] == ["python", "eval.py"] and words[-2:] == ["--data", "YOUR_TEST_PROBLEMS"]
+    assert words[:2] == ["python", "eval.py"] and words[-1] == "YOUR_TEST_PROBLEMS.jsonl"
     printed = completes(eval.main, [*words[2:-1], hub, "--split=train", "--samples=1"])
     assert "trained with" not in printed
     samples = rows(out / "eval/step_000001/samples.jsonl")
@@ -80,7 +80,7 @@ SHARED = {  # flags of a method, and what its last line has for eval.py
     "grpo": "--temperature=1.2 --top-p=1.0 --max-new-tokens=16000",
     "sgsd --preset tiny": (
         "--temperature=1.1 --top-k=20 --max-new-tokens=96 --device=cpu --no-thinking "
-        "--data YOUR_TEST_PROBLEMS"
+        "--data YOUR_TEST_PROBLEMS.jsonl"
     ),
     "sgsd --student-prefix open --dtype float32 --verify-timeout 2 --seed 1 --encoder e": (
         "--temperature=1.1 --top-k=20 --max-new-tokens=1024 --dtype=float32 --verify-timeout=2.0"
