@@ -193,9 +193,8 @@ def find_policies(cfg: EvalConfig) -> list[Policy]:
         if any(home.is_relative_to(pathlib.Path(used).resolve()) for used in (place, base)):
             raise ValueError(f"{home}: lies in the directory of a model; give another --out")
         name = f"{run.name}/{place.name}" if run else "/".join(place.parts[-2:])
-        folder = home / name.replace("/", "--")
-        if run and not cfg.out:
-            folder = run / "eval" / place.name
+        in_run = run / "eval" / place.name if run and not cfg.out else None
+        folder = in_run or home / name.replace("/", "--")
         folder = pathlib.Path(os.path.relpath(folder) + "--skills" * bool(cfg.skills))
         first = policies.setdefault(folder, Policy(str(place), base, folder))
         if first.path != str(place):
@@ -295,9 +294,8 @@ def print_notes(policies: list[Policy], sets: Sets, cfg: EvalConfig) -> None:
 
 def make_prompts(cfg: EvalConfig, sets: Sets, world: World) -> dict[str, str]:
     """{problem: prompt}: the plain one, or with --skills that of Base+Skill (Tab. 12, S14)."""
-    pairs: dict[str, list[skills.SkillPair]] = {}
-    for x in itertools.chain.from_iterable(sets.values()):
-        pairs[x.problem] = []
+    data = itertools.chain.from_iterable(sets.values())
+    pairs: dict[str, list[skills.SkillPair]] = {x.problem: [] for x in data}
     if cfg.skills:
         bank = skills.SkillBank.load(cfg.skills)
         if cfg.num_skills > min(bank.counts.values()):

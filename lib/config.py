@@ -36,8 +36,8 @@ class Rule:
 
     def check(self, name: str, value: Any) -> None:
         """ValueError for a value outside the choices or the range."""
-        least = "> 0" if self.least is None else f">= {self.least:g}"
-        most = "finite" if self.most == math.inf else f"<= {self.most:g}"
+        least = "> 0" if self.least is None else f">= {self.least:,.15g}"
+        most = "finite" if self.most == math.inf else f"<= {self.most:,.15g}"
         allowed = f"one of {', '.join(self.choices)}" if self.choices else f"{least} and {most}"
         is_allowed = not self.choices or value in self.choices
         if self.value_type in (int, float):

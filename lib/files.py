@@ -185,8 +185,10 @@ def write_digests(folder: pathlib.Path) -> None:
 
 def digests_of(folder: pathlib.Path, needed: bool | None = False) -> dict[str, str]:
     """A checkpoint's digests; {} if it has no digests.json, which is an error if `needed`."""
-    file = folder / DIGESTS
-    return read_json(file) if needed or file.exists() else {}
+    digests = read_json(folder / DIGESTS) if needed or (folder / DIGESTS).exists() else {}
+    if not isinstance(digests, dict):
+        raise ValueError(f"{folder / DIGESTS}: has no digests of files; repair or remove it")
+    return digests
 
 
 def refuse_damaged(folder: pathlib.Path, digests: dict[str, str]) -> None:

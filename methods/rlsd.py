@@ -93,23 +93,23 @@ def losses(
     advantages_G = grpo_advantages(groups.rewards(rolls_G), eps=1e-6)
     for roll, advantage in zip(rolls_G, advantages_G):
         ids_T, loss = roll.completion_ids, torch.zeros((), device=run.device)
-        advantage_T = advantage.expand(len(ids_T))
+        advantage_T, used_K = advantage.expand(len(ids_T)), pairs_K
         if advantage:
-            logpT_T = teachers_logprobs(run, x, roll, pairs_K) if lam else None
+            used_K, logpT_T = teachers_logprobs(run, x, roll, pairs_K) if lam else (pairs_K, None)
             logpS_T = scoring.score_student(run.lm, roll.prompt_ids, ids_T, cfg.temperature)
             gap_T = torch.zeros_like(logpS_T) if logpT_T is None else logpT_T - logpS_T
             advantage_T = token_advantages(gap_T, advantage.item(), lam)
             loss = grpo_loss(logpS_T, logpS_T, advantage_T)
         mixed = advantages_G.any().float()
-        yield loss, {"advantage": advantage, "mixed": mixed}, {"advantage": advantage_T}
+        yield loss, {"advantage": advantage, "mixed": mixed}, {"advantage": advantage_T}, used_K
 
 
 def teachers_logprobs(
-    run: Run, x: Problem, roll: Rollout, pairs_K: Sequence[SkillPair]
-) -> Tensor | None:
-    """log p_T(y_t) of the teacher, or the weighted mean over SGSD's K. [T], no gradient.
+    run: Run, x: Problem, roll: Rollout, pairs_K: list[SkillPair]
+) -> tuple[list[SkillPair], Tensor | None]:
+    """The teachers' pairs, if any, and log p_T(y_t): with SGSD's K teachers the weighted mean.
 
-    None if no teacher's prompt fits (S35).
+    [T], no gradient; None if no teacher's prompt fits (S35).
     """
     cfg = run.cfg
     policy: contextlib.AbstractContextManager = contextlib.nullcontext()
@@ -117,17 +117,16 @@ def teachers_logprobs(
         pairs_K, contexts_K = sgsd.teacher_prompts(run, pairs_K, x.problem, roll)
         alpha_K = sgsd.pair_weights(run, pairs_K)
     else:
-        context = teacher_prompt(run, x, [], roll)
-        contexts_K = [context] if context else []
+        contexts_K = [*filter(None, [teacher_prompt(run, x, [], roll)])]
         alpha_K, policy = torch.ones(1, device=run.device), teachers.copied(run)
     if not contexts_K:
-        return None
+        return pairs_K, None
     with policy:
         logpT_KT = scoring.score_teachers(
             run.lm, contexts_K, roll.completion_ids, cfg.score_tokens, cfg.temperature
         )
     run.clock.lap("score")
-    return alpha_K @ logpT_KT
+    return pairs_K, alpha_K @ logpT_KT
 
 
 def teacher_share(cfg: Any, step: int) -> float | None:

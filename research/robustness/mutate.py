@@ -61,7 +61,6 @@ CHANGES = {
         Change("sigmoid(-(delta**2) / (2 * tau_g))", "sigmoid(-(delta**2))", "spec/gradient eq17"),
         Change("rho_K.detach() * lbar_K).sum()", "lbar_K).sum()", "spec/objective eq16"),
         Change("/ (m_T.sum() + EPS) * g_KT", "/ len(m_T) * g_KT", "spec/gradient eq20"),
-        Change("text, run.cfg.teacher_prefix,", "text, 'closed',", "spec/step lines_2_to_16"),
         Change("step, x.id, epoch)", "step, x.id)", "spec/step comes_twice"),
         Change('["rho"].any() and loss.isfinite()', '["rho"].any()', "spec/step no_number"),
         Change("(result.loss / cfg.batch_size)", "result.loss", "spec/step lines_2_to_16"),
@@ -145,6 +144,7 @@ CHANGES = {
         ),
     ],
     "lib/run.py": [
+        Change("thinking=run.cfg.teacher_prefix", 'thinking="closed"', "spec/step lines_2_to_16"),
         Change(
             "run.skipped + 1 if row.get", "run.skipped if row.get", "life/faults third_in_a_row"
         ),
@@ -153,7 +153,9 @@ CHANGES = {
         Change('or type(e).__name__ == "ReadTimeout"', "", "life/model late_answer"),
     ],
     "methods/groups.py": [
-        Change("/ (cfg.batch_size * G))", "/ cfg.batch_size)", "spec/grpo gradient_of_grpo"),
+        Change(
+            "/ (run.cfg.batch_size * G))", "/ run.cfg.batch_size)", "spec/grpo gradient_of_grpo"
+        ),
         Change("epoch * G + i)", "epoch + i)", "spec/grpo comes_twice"),
     ],
     "methods/grpo.py": [

@@ -66,6 +66,7 @@ def test_a_wrong_command_line_is_one_line():
     refused("--step 3", "--step", "--help")
     refused("--memory-answer false", "false")
     refused("@no_such_file", "no_such_file")
+    refused("--seed=-1", "<= 1,099,511,627,776")
 
 
 def test_flags_that_contradict_each_other_are_one_line():

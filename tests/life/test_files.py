@@ -35,6 +35,8 @@ def test_a_file_or_folder_is_whole_or_absent_without_what_a_kill_left(left, tmp_
 def test_a_damaged_file_is_named(tmp_path):
     (tmp_path / "a.json").write_text("{")
     one_line(lambda: files.read_json(tmp_path / "a.json"), "a.json")
+    (tmp_path / files.DIGESTS).write_text('["a.json"]')
+    one_line(lambda: files.digests_of(tmp_path), tmp_path / files.DIGESTS)
     log = tmp_path / "log.jsonl"
     for row in ("{}}", "{}", '{"step": "3"}', "[1]"):
         log.write_text(f'{{"step": 1}}\n{row}\n{{"step": 2}}\n')

@@ -107,6 +107,7 @@ def test_teachers_that_do_not_fit_the_context_are_left_out(command, world_dir, t
     assert completes(main, argv).count("teachers are left out") == 1
     logged = rows(out / "rollouts.jsonl")
     assert logged and not any(row.get("rho") or row.get("first_gap") for row in logged)
+    assert not any(row["pairs"] for row in logged if row.get("advantage", 1))
     assert [m["no_teachers"] for m in rows(out / "metrics.jsonl")] == [len(logged) / 2] * 2
     assert all(m["grad_norm"] == 0 or "rlsd" in command for m in rows(out / "metrics.jsonl"))
 
