@@ -1,10 +1,13 @@
 """A vocabulary and models small enough to build in a test: no downloads, no files of others."""
 
+import contextlib
 import importlib.util
+import itertools
 import json
 import os
 import pathlib
 import sys
+import types
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing here may reach for a hub
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -16,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 
+import rollout
 import skills
 from lib import files, model
 
@@ -178,6 +182,26 @@ def write_evaluation(folder, settings=(), digest="1", k=4, **sets):
     return folder
 
 
+@contextlib.contextmanager
+def watched(lm):
+    """The shapes of the ids that `generate` passes to a model in a block."""
+    passes = []
+    note = lambda _, args, given: passes.append(tuple(given["input_ids"].shape))  # noqa: E731
+    hook = lm.register_forward_pre_hook(note, with_kwargs=True)
+    yield passes
+    hook.remove()
+
+
+def decoded(lm, jobs, rows, places=0):
+    """{job: ids}, as a stream finishes jobs, at their limits. jobs: tokens of prompt, limit."""
+    made, no_stops = [], types.SimpleNamespace(eos_token_id=lm.config.vocab_size)
+    for i, (length, limit) in enumerate(jobs):
+        prompt = [(17 * i + 31 * place) % 260 for place in range(length)]
+        made.append(rollout.Job(i, prompt, key=i, tokens_left=limit))
+    turns = rollout.stream(lm, no_stops, made, rollout.Sampling(), rows, places)
+    return {job.index: job.ids for job in itertools.chain.from_iterable(turns)}
+
+
 PROBLEMS = []
 for i in range(12):
     PROBLEMS.append(
@@ -213,6 +237,6 @@ def uninterrupted(world_dir, tmp_path_factory):
     """The directory of a run of `driver.small_flags` that nothing has interrupted."""
     import driver
 
-    path = tmp_path_factory.mktemp("uninterrupted")
-    assert driver.go(driver.small_flags(world_dir, path / "run"), path / "log") == 0
-    return path / "run"
+    out = tmp_path_factory.mktemp("uninterrupted") / "run"
+    driver.run(driver.small_flags(world_dir, out))
+    return out

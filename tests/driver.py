@@ -1,18 +1,23 @@
 """How a test of a whole run is written. `world_dir` (conftest.py) has a model, a bank and data.
 
-    completes(sgsd.main, flags(world_dir, out, steps=2))      a command that ends well
-    refused(capsys, sgsd.main, argv, "--bank")                one that ends in one line, with 2
-    with opened(world_dir, out) as run: ...                   a run before its first step
-    run = train(world_dir, out, step_fn, **settings)          a run through its steps
-    go(small_flags(world_dir, out), log, step_fn, before)     one in a process of its own: its code
-    two(argv, path)                                           the same on two ranks: their codes
-    before=at_touch("step_000003.json")                       killed before it writes that file
-    rows(log), contents(folder), state(out)                   what a run has left
+In this process:
 
-A random model never gets a problem right and never writes JSON. So the reference answer alone
-decides the outcome (CoinVerifier), and in opened, train, go and two the bank's writer is a function
-(fake_writer). A run of `small_flags` makes its bank, saves after steps 2, 3, 4 and 6, and evolves
-after 3 and 6; the fixture `uninterrupted` is the folder of one.
+    completes(main, flags(world_dir, out, steps=2))   a command that ends with 0; what it printed
+    refused(main, argv, "--bank")                     one that ends in one line, with 2
+    with opened(world_dir, out) as run: ...           a run before its first step
+    run = train(world_dir, out, step_fn, **settings)  a run through its steps
+
+In processes of their own:
+
+    run(argv, program)                      a command that ends with 0, or the code `ends`
+    run_two(argv, program)                  the same on two ranks
+    killed_at("metrics.jsonl", argv)        killed before it writes that file
+    equal(out, other)                       two runs have left the same, byte for byte
+
+`main` is the command of sgsd.py or, after its name, of another method. A random model never gets a
+problem right and never writes JSON: so the reference answer alone decides the outcome
+(CoinVerifier), and in `opened`, `train` and `main` a function writes the bank (fake_writer). A run
+of `small_flags` makes its bank, saves after steps 2, 3, 4 and 6, and evolves after 3 and 6.
 """
 
 import contextlib
@@ -30,7 +35,6 @@ import sys
 import tempfile
 import threading
 import traceback
-import types
 from dataclasses import fields
 from unittest import mock
 
@@ -38,10 +42,8 @@ import conftest  # noqa: F401  (one thread, and the project on the path)
 import pytest
 import torch
 from tqdm import tqdm
-from transformers import DynamicCache
 
 import distributed
-import rollout
 import sgsd
 import skills
 from lib import command, config, files, verify
@@ -105,11 +107,6 @@ def reply_to(prompt):
     return json.dumps({key: [{field: f"{field} of {name}" for field in skills.KINDS[key].fields}]})
 
 
-def faked():
-    """In this block the bank's writer is `fake_writer`."""
-    return mock.patch.object(sgsd, "bank_writer", fake_writer)
-
-
 # ----------------------------------------------------------------------------------- command lines
 
 
@@ -140,17 +137,11 @@ def small_flags(world_dir, out, **changes):
     return flags(world_dir, out, **{**SMALL, **changes})
 
 
-def evaluation(world_dir, out, more=""):
-    """The command line of an evaluation of the tests' model."""
-    flags = f"--data {world_dir}/data.jsonl --samples 3 --max-new-tokens 8 --rows 5 --device cpu"
-    return f"{world_dir}/model {flags} --verifier driver:Exact --out {out} {more}".split()
-
-
 def parsed(argv, method="sgsd"):
     """The settings of a command line of sgsd.py, of another method, or of eval.py ("eval")."""
     if method == "eval":
         return command.parse(argv, "", config.EvalConfig)
-    kind = METHODS[method][1]
+    _, kind = METHODS[method]
     return command.parse(argv, "", kind, config.presets_of(kind))
 
 
@@ -165,6 +156,11 @@ def signals_restored():
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
+
+
+def faked():
+    """In this block the bank's writer is `fake_writer`."""
+    return mock.patch.object(sgsd, "bank_writer", fake_writer)
 
 
 @contextlib.contextmanager
@@ -195,6 +191,11 @@ def main(argv, step_fn=None):
         return sgsd.main(rest, step_fn=step_fn) if step_fn else program.main(rest)
 
 
+def with_steps(step_fn):
+    """`main`, with another function of a step."""
+    return functools.partial(main, step_fn=step_fn)
+
+
 def called(program, argv):
     """A program in this process: its exit code, and what it printed on stdout and on stderr."""
     out, err = io.StringIO(), io.StringIO()
@@ -203,8 +204,7 @@ def called(program, argv):
             code = program([str(arg) for arg in argv])
         except SystemExit as end:
             code = end.code
-    print(out.getvalue(), end="")  # pytest shows it where a test fails
-    print(err.getvalue(), end="", file=sys.stderr)
+    print(out.getvalue(), err.getvalue(), sep="\n")  # pytest shows it where a test fails
     return code, out.getvalue(), err.getvalue()
 
 
@@ -215,13 +215,12 @@ def completes(program, argv):
     return out
 
 
-def refused(*program_and_argv_and_words):
+def refused(program, argv, *words):
     """The program ends with 2 and one line on stderr that has these words in it; the line.
 
     A progress bar may stand before it.
     """
-    program, argv, *words = program_and_argv_and_words
-    if isinstance(program, pytest.CaptureFixture):  # as some tests still call it
+    if isinstance(program, pytest.CaptureFixture):  # as tests/on_trl still calls it
         program, argv, *words = argv, *words
     code, _, err = called(program, argv)
     lines = [x for x in re.split(r"[\r\n]", err) if x.strip() and "it/s]" not in x]
@@ -231,13 +230,13 @@ def refused(*program_and_argv_and_words):
     return lines[0]
 
 
-# ----------------------------------------------------------------------- processes, and their ends
+# ---------------------------------------------------------------------- in processes of their own
 
 
-def start(argv, log, step_fn=None, before=None, program=None):
-    """The id of a process that calls before and main, or another program on these arguments.
+def start(argv, log, program=main):
+    """The id of a process that calls a program; what it prints goes to a file.
 
-    What it prints goes to `log`. It is forked from the tests', so that it costs no imports.
+    It is forked from the tests', so that it costs no imports.
     """
     pid = os.fork()
     if pid:
@@ -248,10 +247,7 @@ def start(argv, log, step_fn=None, before=None, program=None):
         sys.stdout = sys.stderr = open(log, "a", buffering=1)
         os.dup2(sys.stderr.fileno(), 2)  # handlers of signals write there
         tqdm.set_lock(threading.RLock())  # its own is shared with forked processes that are killed
-        if before:
-            before()
-        argv = [str(arg) for arg in argv]
-        code = program(argv) if program else main(argv, step_fn)
+        code = program([str(arg) for arg in argv])
     except SystemExit as e:
         code = e.code
     except BaseException:
@@ -265,56 +261,10 @@ def wait(pid):
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def go(argv, log, step_fn=None, before=None, program=None):
-    """The exit code of a process of its own; see `start`."""
-    return wait(start(argv, log, step_fn, before, program))
-
-
-def two(argv, path, step_fn=None, argv1=None, program=None, before=None):
-    """The exit codes of two ranks of `start`; what they print goes to path/log0 and path/log1.
-
-    argv1: another command line for rank 1.
-    """
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-        place |= {"MASTER_PORT": str(s.getsockname()[1])}
-
-    def begin(rank):
-        os.environ.update(place, RANK=rank, LOCAL_RANK=rank)
-        if before:
-            before()
-
-    pids = []
-    for rank, given in (("0", argv), ("1", argv1 or argv)):
-        join = functools.partial(begin, rank)
-        pids.append(start(given, path / f"log{rank}", step_fn, join, program))
-    return [wait(pid) for pid in pids]
-
-
-def at_touch(name, nth=1, number=signal.SIGKILL):
-    """For `before`: a signal comes before the nth touch of a file whose path has this name in it.
-
-    A touch opens a file for writing, cuts, moves or removes it.
-    """
-    touches = itertools.count(1)
-
-    def watch(event, args):
-        is_touch = event in ("os.truncate", "os.rename", "os.remove")
-        is_touch |= event == "open" and bool({*"wa+x"} & {*str(args[1])})
-        if is_touch and str(name) in str(args[0]) and next(touches) == nth:
-            os.kill(os.getpid(), number)
-
-    return functools.partial(sys.addaudithook, watch)
-
-
 def ended(argv, program=main):
-    """A command in a process of its own: its exit code, negative for a signal, and what it printed.
-
-    program: called with argv, in a fork of this process, so that it costs no imports.
-    """
+    """A command in a process of its own: its exit code, and what it printed."""
     with tempfile.NamedTemporaryFile("r") as log:
-        code = wait(start(argv, log.name, program=program))
+        code = wait(start(argv, log.name, program))
         return code, log.read()
 
 
@@ -325,34 +275,8 @@ def run(argv, program=main, ends=0):
     return text
 
 
-def stopped_at(file, nth=1, by=signal.SIGKILL, program=main):
-    """The program, with a signal before the nth touch of a file whose path has `file` in it.
-
-    A touch opens a file for writing, cuts, moves or removes it.
-    """
-
-    def stopping(argv):
-        at_touch(file, nth, by)()
-        return program(argv)
-
-    return stopping
-
-
-def killed_at(file, argv, nth=1, program=main):
-    """A command is killed before the nth touch of a file whose path has `file` in it."""
-    run(argv, stopped_at(file, nth, program=program), ends=-signal.SIGKILL)
-
-
-def with_steps(step_fn):
-    """The program, with another function of a step."""
-    return functools.partial(main, step_fn=step_fn)
-
-
-def run_two(argv, program=main, ends=(0, 0), argv1=None):
-    """A command on two ranks, which must end with these codes; what each printed.
-
-    argv1: another command line of rank 1.
-    """
+def run_two(argv, program=main, ends=(0, 0)):
+    """A command on two ranks, which must end with these codes; what each printed."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
@@ -367,12 +291,36 @@ def run_two(argv, program=main, ends=(0, 0), argv1=None):
 
     with tempfile.TemporaryDirectory() as folder:
         logs = [pathlib.Path(folder, rank) for rank in "01"]
-        pids = [start(argv, logs[0], program=of_rank("0"))]
-        pids.append(start(argv1 or argv, logs[1], program=of_rank("1")))
+        pids = [start(argv, log, of_rank(log.name)) for log in logs]
         codes = [wait(pid) for pid in pids]
         texts = [log.read_text() for log in logs]
     assert codes == [*ends], "\n---\n".join(text[-3000:] for text in texts)
     return texts
+
+
+def stopped_at(file, nth=1, by=signal.SIGKILL, program=main):
+    """The program, with a signal before the nth touch of a file whose path has `file` in it.
+
+    A touch opens a file for writing, cuts, moves or removes it.
+    """
+    touches = itertools.count(1)
+
+    def watch(event, args):
+        is_touch = event in ("os.truncate", "os.rename", "os.remove")
+        is_touch |= event == "open" and bool({*"wa+x"} & {*str(args[1])})
+        if is_touch and str(file) in str(args[0]) and next(touches) == nth:
+            os.kill(os.getpid(), by)
+
+    def stopping(argv):
+        sys.addaudithook(watch)
+        return program(argv)
+
+    return stopping
+
+
+def killed_at(file, argv, nth=1, program=main):
+    """A command is killed before the nth touch of a file whose path has `file` in it."""
+    run(argv, stopped_at(file, nth, program=program), ends=-signal.SIGKILL)
 
 
 # ------------------------------------------------------------------------------ what a run has left
@@ -423,29 +371,21 @@ def equal(out, other, *parts):
     assert not list(out.rglob("*.tmp"))
 
 
-# ------------------------------------------------------------------------------------------ models
+# --------------------------------------------------------- as tests/on_trl still calls the above
 
 
-@contextlib.contextmanager
-def watched(lm):
-    """The passes of `generate` in a block: the shape of the ids, and the first keys before it."""
-    passes = []
+def go(argv, log, before, program):
+    def watched(argv):
+        before()
+        return program(argv)
 
-    def note(_, args, given):
-        (cache,) = [x for x in given.values() if isinstance(x, DynamicCache)]
-        keys = [layer.keys for layer in cache.layers if hasattr(layer, "keys")]
-        passes.append((tuple(given["input_ids"].shape), keys[0]))
-
-    hook = lm.register_forward_pre_hook(note, with_kwargs=True)
-    yield passes
-    hook.remove()
+    return wait(start(argv, log, watched))
 
 
-def decoded(lm, jobs, rows, places=0):
-    """{job: ids}, as a stream finishes jobs, at their limits. jobs: tokens of prompt, limit."""
-    made, no_stops = [], types.SimpleNamespace(eos_token_id=lm.config.vocab_size)
-    for i, (length, limit) in enumerate(jobs):
-        prompt = [(17 * i + 31 * place) % 260 for place in range(length)]
-        made.append(rollout.Job(i, prompt, key=i, tokens_left=limit))
-    turns = rollout.stream(lm, no_stops, made, rollout.Sampling(), rows, places)
-    return {job.index: job.ids for job in itertools.chain.from_iterable(turns)}
+def at_touch(name, nth=1, number=signal.SIGKILL):
+    return lambda: stopped_at(name, nth, number, lambda argv: 0)([])
+
+
+def two(argv, path, program):
+    run_two(argv, program)
+    return [0, 0]

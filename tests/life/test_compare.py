@@ -8,7 +8,7 @@ import json
 
 import pytest
 from conftest import write_evaluation
-from driver import completes, refused
+from driver import completes
 
 from extras import compare
 
@@ -85,10 +85,6 @@ def test_an_evaluation_under_other_conditions_is_left_out_by_name(word, tmp_path
     assert str(other) in line and word in line and line in printed
 
 
-def test_without_figures_an_evaluation_is_refused(tmp_path):
-    refused(compare.main, [tmp_path], tmp_path, "eval.py")  # nothing is there
-
-
 def test_skills_the_machine_and_trained_weights_may_differ(tmp_path):
     """Base+Skill on another machine, and a model whose weights were all trained."""
     base = write_evaluation(tmp_path / "eval/m", d=[1, 2])
@@ -97,14 +93,3 @@ def test_skills_the_machine_and_trained_weights_may_differ(tmp_path):
     tables, left_out, _ = compared(tmp_path)
     _, *others = tables["d"]["results"].values()
     assert [row["to"] for row in others] == [str(base)] * 2 and not left_out
-
-
-def test_a_base_comes_before_adapters_and_checkpoints_in_their_order(tmp_path):
-    """A checkpoint with all weights among them."""
-    write_evaluation(tmp_path / "eval/an_adapter", {"the policy's files": "a"}, d=[1, 2, 3])
-    write_evaluation(tmp_path / "eval/step_000010", WHOLE, d=[1, 2, 3])
-    write_evaluation(tmp_path / "eval/step_000005", WHOLE, d=[1, 2, 3])
-    write_evaluation(tmp_path / "eval/base", d=[1, 1, 1])
-    tables, _, _ = compared(tmp_path)
-    names = [folder.rpartition("/")[2] for folder in tables["d"]["results"]]
-    assert names == ["base", "an_adapter", "step_000005", "step_000010"]

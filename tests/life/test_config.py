@@ -151,11 +151,6 @@ def test_a_class_whose_default_or_flag_would_vanish_is_refused(words):
             call()
 
 
-def test_a_class_that_is_no_dataclass_is_refused():
-    with pytest.raises(TypeError, match="Own.top_p: dataclasses ignore"):
-        parse("", own(top_p=0.9))
-
-
 def test_the_functions_of_the_paper_have_the_defaults_of_the_settings():
     """Those that people import and call without a run."""
     other_names = {"group_size": "merge_group_size", "patience": "merge_patience"}
@@ -169,29 +164,25 @@ def test_the_functions_of_the_paper_have_the_defaults_of_the_settings():
     assert count > 15
 
 
-def raising(error, kinds):
-    """A program that raises an error where these kinds are one line."""
+FULL = OSError(f"run/metrics.jsonl: {OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))}")
+ERRORS = [  # in the input or later, the error, and the line
+    (command.GIVEN, ModuleNotFoundError("No module named 'x'"), "program: No module named 'x'"),
+    (command.GIVEN, ValueError("a\n  b"), "program: a b"),
+    (command.LATER, FULL, "run the same command"),
+    (command.LATER, ConnectionError("no server"), "run the same command"),
+    (command.LATER, command.UserError("a b"), "program: a b"),
+]
 
-    def program(argv):
+
+@pytest.mark.parametrize("kinds, error, line", ERRORS)
+def test_an_error_of_the_input_is_one_line_and_later_that_of_a_disk_or_server(kinds, error, line):
+    """And a bug is not."""
+
+    def program(argv, error=error):
         with command.one_line_errors("-m extras.program", *kinds):
             raise error
 
-    return program
-
-
-def test_an_error_in_the_input_is_one_line_and_a_bug_is_not():
-    error = ModuleNotFoundError("No module named 'x'")
-    driver.refused(raising(error, command.GIVEN), [], "program: No module named 'x'")
-    driver.refused(raising(ValueError("a\n  b"), command.GIVEN), [], "program: a b")
-    with pytest.raises(KeyError):
-        raising(KeyError("a bug"), command.GIVEN)([])
-
-
-def test_later_a_full_disk_a_lost_server_or_a_users_error_is_one_line_and_a_bug_is_not():
-    full = OSError(f"run/metrics.jsonl: {OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))}")
-    driver.refused(raising(full, command.LATER), [], "program: ", "run the same command")
-    lost = ConnectionError("no server")
-    driver.refused(raising(lost, command.LATER), [], "program: ", "run the same command")
-    driver.refused(raising(command.UserError("a b"), command.LATER), [], "program: a b")
-    with pytest.raises(ValueError):
-        raising(ValueError("a bug"), command.LATER)([])
+    driver.refused(program, [], line)
+    for bug in (KeyError("x"), *([ValueError("x")] if kinds == command.LATER else [])):
+        with pytest.raises(type(bug)):
+            program([], bug)

@@ -15,28 +15,12 @@ import signal
 
 import driver
 import pytest
-import torch
 from conftest import make_bank
-from driver import (
-    contents,
-    ended,
-    equal,
-    killed_at,
-    main,
-    refused,
-    rows,
-    run,
-    run_two,
-    small_flags,
-    stopped_at,
-    with_steps,
-)
+from driver import contents, equal, killed_at, main, refused, rows, run, run_two, small_flags
 
 import sgsd
 from lib import config, files, model
-from lib.config import setting
 from lib.run import Run
-from methods import groups
 from skills import SkillBank, load_bank
 
 
@@ -78,7 +62,7 @@ def test_a_run_killed_everywhere_is_a_whole_one(first, stride, world_dir, tmp_pa
     for n in itertools.count(first, stride):
         out = tmp_path / str(n)
         argv = small_flags(world_dir, out)
-        code, text = ended(argv, stopped_at(out, n))
+        code, text = driver.ended(argv, driver.stopped_at(out, n))
         if code == 0:
             break
         assert code == -signal.SIGKILL, text[-3000:]
@@ -87,7 +71,7 @@ def test_a_run_killed_everywhere_is_a_whole_one(first, stride, world_dir, tmp_pa
             with open(file, "ab") as f:
                 f.write(b'{"step": 1, "kind": "torn \xc3')
         for most in (30, 7):
-            code, text = ended(argv, stopped_at(out, 1 + n % most))
+            code, text = driver.ended(argv, driver.stopped_at(out, 1 + n % most))
             assert code in (0, -signal.SIGKILL), text[-3000:]
         last = max(files.by_step(out / "checkpoints"), default=0)
         run(argv)
@@ -96,35 +80,30 @@ def test_a_run_killed_everywhere_is_a_whole_one(first, stride, world_dir, tmp_pa
     assert n > 90
 
 
-def test_a_run_whose_evolution_leaves_the_bank_as_it_was_goes_on(world_dir, tmp_path):
+def assert_goes_on(world_dir, tmp_path, *kills, method="sgsd", **settings):
+    """A run that is killed before it writes each of these files ends as one that was not."""
     whole, out = tmp_path / "whole", tmp_path / "run"
-    run(small_flags(world_dir, whole, success_gate=0.0))
-    argv = small_flags(world_dir, out, success_gate=0.0)
-    killed_at("bank/.step_000003", argv)
-    killed_at("step_000003/.bank.json", argv)
+    run([method, *small_flags(world_dir, whole, **settings)])
+    argv = [method, *small_flags(world_dir, out, **settings)]
+    for file in kills:
+        killed_at(file, argv)
     run(argv)
     equal(out, whole)
+
+
+def test_a_run_whose_evolution_leaves_the_bank_as_it_was_goes_on(world_dir, tmp_path):
+    kills = "bank/.step_000003", "step_000003/.bank.json"
+    assert_goes_on(world_dir, tmp_path, *kills, success_gate=0.0)
 
 
 def test_a_run_with_a_given_bank_goes_on(world_dir, tmp_path):
-    whole, out = tmp_path / "whole", tmp_path / "run"
-    run(small_flags(world_dir, whole, bank=world_dir / "bank.json"))
-    argv = small_flags(world_dir, out, bank=world_dir / "bank.json")
-    killed_at("metrics.jsonl", argv)
-    killed_at("bank/.step_000003", argv)
-    run(argv)
-    equal(out, whole)
+    kills = "metrics.jsonl", "bank/.step_000003"
+    assert_goes_on(world_dir, tmp_path, *kills, bank=world_dir / "bank.json")
 
 
 def test_a_run_without_a_bank_goes_on(world_dir, tmp_path):
-    whole, out = tmp_path / "whole", tmp_path / "run"
-    settings = {"generations": 2, "evolve_every": 1}
-    run(["grpo", *small_flags(world_dir, whole, **settings)])
-    argv = ["grpo", *small_flags(world_dir, out, **settings)]
-    killed_at("metrics.jsonl", argv, nth=2)
-    killed_at("metrics.jsonl", argv, nth=4)
-    run(argv)
-    equal(out, whole)
+    kills, settings = (".step_000002", ".step_000004"), {"generations": 2, "evolve_every": 1}
+    assert_goes_on(world_dir, tmp_path, *kills, method="grpo", **settings)
 
 
 def test_a_window_is_kept_between_evolutions_alone(world_dir, killed, tmp_path, uninterrupted):
@@ -273,10 +252,12 @@ def test_a_setting_that_an_edit_has_added_has_its_default(world_dir, killed):
     about, argv = stored(killed), small_flags(world_dir, killed)
     (killed / "config.json").write_text('{"program": "sgsd.py"}')
     refused(main, argv, killed, "older version", "another directory")
-    del about["settings"]["report_to"], about["settings"]["tau_g"]
+    for name in ("report_to", "tau_g", "server"):  # the last one is a list
+        del about["settings"][name]
     (killed / "config.json").write_text(json.dumps(about))
     refused(main, [*argv, "--tau-g=2"], "--tau-g 2.0, where the run has 1.0")
-    run(argv)
+    (changed,) = [line for line in run(argv).splitlines() if line.startswith("changed:")]
+    assert "--out" in changed  # the copy's
 
 
 def test_a_run_that_goes_back_has_the_bank_of_then(world_dir, uninterrupted, tmp_path):
@@ -286,21 +267,10 @@ def test_a_run_that_goes_back_has_the_bank_of_then(world_dir, uninterrupted, tmp
     of_step_3, of_step_6 = banks[3].read_bytes(), banks[6].read_bytes()
     assert (out / "bank/bank.json").read_bytes() == of_step_6 != of_step_3
     shutil.rmtree(out / "checkpoints/step_000006")
-    with Run.open(
-        driver.parsed(small_flags(world_dir, out)), load_bank, sgsd.student_prompt
-    ) as back:
+    cfg = driver.parsed(small_flags(world_dir, out))
+    with Run.open(cfg, load_bank, sgsd.student_prompt) as back:
         assert back.step == 4 and len(back.bank.window) == 2
     assert (out / "bank/bank.json").read_bytes() == of_step_3 and not banks[6].exists()
-
-
-def test_a_file_in_the_place_of_the_bank_is_one_line(world_dir, uninterrupted, tmp_path):
-    """Also where nothing is left to do."""
-    out = shutil.copytree(uninterrupted, tmp_path / "run")
-    shutil.rmtree(out / "bank")
-    (out / "bank").touch()
-    before = contents(out)
-    refused(main, small_flags(world_dir, out), f"directory: '{out}/bank'")
-    assert contents(out) == before
 
 
 def remove_logs(out):
@@ -331,29 +301,9 @@ def test_a_log_is_no_state(edit, step, world_dir, killed, uninterrupted):
 
     if not step:
         edit(killed)
-    text = run(small_flags(world_dir, killed), with_steps(step_fn))
+    text = run(small_flags(world_dir, killed), driver.with_steps(step_fn))
     assert "metrics.jsonl is cut after step 4" in text
     equal(killed, uninterrupted, "checkpoints", "bank/bank.json")
-
-
-ABOUT = "id when command commit versions continuations program settings problems code processes"
-SAVED = """README.md adapter_config.json adapter_model.safetensors bank.json chat_template.jinja
-    digests.json tokenizer.json tokenizer_config.json trainer.safetensors"""
-
-
-def test_a_folder_is_laid_out_as_always(killed):
-    """So runs of earlier versions go on, and their checkpoints are evaluated and begin new runs."""
-    saved = killed / "checkpoints/step_000004"
-    assert [*stored(killed)] == ABOUT.split()
-    assert sorted(path.name for path in saved.iterdir()) == SAVED.split()
-    assert {*files.read_json(saved / "digests.json")} == {*SAVED.split()} - {
-        "bank.json",
-        "digests.json",
-    }
-    bank, window = files.read_json(saved / "bank.json"), "problem_id problem text r pred gold"
-    assert [*bank] == ["general_skills", "common_mistakes", "metadata", "window"]
-    assert [[*row] for row in bank["window"]] == [window.split()] * 2
-    assert [*rows(killed / "bank/memories.jsonl")[0]][0] == "problem_id"
 
 
 def test_a_folder_that_is_no_run_of_this_program_is_refused(world_dir, killed):
@@ -367,54 +317,13 @@ def test_a_folder_that_is_no_run_of_this_program_is_refused(world_dir, killed):
     assert contents(killed) == before
 
 
-def test_a_process_with_another_setting_or_prompt_is_refused(world_dir, killed, monkeypatch):
-    """As on a machine with an older copy. Without torchrun each rank prints its line."""
-    before, argv = contents(killed), small_flags(world_dir, killed)
-    text, _ = run_two(argv, argv1=[*argv, "--seed=9"], ends=(2, 2))
+def test_a_process_with_another_setting_is_refused(world_dir, killed):
+    """Without torchrun each rank prints its line."""
+
+    def with_another_seed(argv):
+        return main([*argv, f"--seed={os.environ['RANK']}"])
+
+    before = contents(killed)
+    text, _ = run_two(small_flags(world_dir, killed), with_another_seed, ends=(2, 2))
     assert "--seed" in text.splitlines()[-1] and "rank 1" in text.splitlines()[-1]
-    digest_of = files.file_digest
-
-    def other_digest(path):
-        is_prompt = os.environ["RANK"] == "1" and str(path).endswith("prompts/student.txt")
-        return "another" if is_prompt else digest_of(path)
-
-    monkeypatch.setattr(files, "file_digest", other_digest)
-    text, _ = run_two(argv, ends=(2, 2))
-    assert "the code" in text.splitlines()[-1] and "rank 1" in text.splitlines()[-1]
     assert contents(killed) == before
-
-
-def no_loss(run, step, x, rolls_G, pairs_K):
-    return [(torch.zeros(()), {}, {})]
-
-
-@dataclasses.dataclass(frozen=True)
-class Own(groups.MethodConfig):
-    """A method of one's own, with two settings, and without two of the loop's."""
-
-    program = "own.py"
-    without = groups.MethodConfig.without | {"evolve_every", "checkpoint_every"}
-    generations = 1
-
-    penalty: float = setting(0.5, "a weight of the loss")
-    print_every: int = setting(9, "print a solution every N steps", free=True)
-    words: tuple[str, ...] = setting((), "a list")
-
-
-def test_a_setting_of_ones_own_may_change_where_it_is_free(world_dir, tmp_path):
-    """One that an edit has added, here a list, has its default."""
-    step_fn, out = groups.make_step(no_loss), tmp_path / "run"
-    driver.train(world_dir, out, step_fn, Own, steps=1, print_every=1)
-    about = stored(out)
-    assert about["settings"].pop("words") == [] and about["settings"]["penalty"] == 0.5
-    assert not {"evolve_every", "checkpoint_every"} & about["settings"].keys()
-    files.write_json(out / "config.json", about)
-    own = driver.train(world_dir, out, step_fn, Own, steps=2, print_every=2)
-    assert own.step == 2 and own.code == 0
-    changed = stored(out)["continuations"][0]["changed"]
-    assert "--print-every 2, where the run has 1" in changed and "--words" not in str(changed)
-
-    def with_another_penalty(argv):
-        driver.train(world_dir, out, step_fn, Own, steps=2, print_every=2, penalty=0.25)
-
-    refused(with_another_penalty, [], "--penalty 0.25, where the run has 0.5")

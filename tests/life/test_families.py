@@ -3,13 +3,11 @@
 That rows decode and score as each alone is in spec/test_rollout.py and spec/test_scoring.py.
 """
 
-import warnings
-
+import conftest
 import pytest
 import torch
 import transformers
-from conftest import HYBRID, make_model, make_tokenizer, one_line, save_model
-from driver import decoded, watched
+from conftest import decoded, make_model, make_tokenizer, one_line, save_model, watched
 
 import rollout
 import scoring
@@ -26,15 +24,12 @@ FAMILIES = {
     "gpt2": "c_attn c_fc c_proj",  # not of torch's class Linear
 }
 MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8}
+EXPERTS = {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "num_experts": 4}
 SETTINGS = {  # what a kind of model needs besides
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "falcon_h1": {"mamba_d_ssm": 64, **MAMBA},
     "bamba": {"attn_layer_indices": [1], "bos_token_id": 1, **MAMBA},
-    "qwen2_moe": {
-        "moe_intermediate_size": 16,
-        "shared_expert_intermediate_size": 16,
-        "num_experts": 4,
-    },
+    "qwen2_moe": EXPERTS,
 }
 
 # --------------------------------------------------------------------------------------- adapters
@@ -53,15 +48,14 @@ def test_s7_all_linear_modules_have_adapters_and_each_learns(kind):
         assert p.grad is not None and p.grad.any(), name
 
 
-def test_a_mixture_of_experts_is_one_line():
-    """Adapters would reach the shared expert alone."""
-    lm = make_model("qwen2_moe", **SETTINGS["qwen2_moe"])
-    one_line(lambda: model.with_adapters(lm, 4, 8), "extras/on_trl.py", "S7")
+PASSED_OVER = {"qwen2_moe": "extras/on_trl.py", "bamba": "Mamba"}  # and a word of the line
 
 
-def test_a_model_whose_mamba_kernels_pass_over_adapters_is_one_line():
-    lm = make_model("bamba", **SETTINGS["bamba"])
-    one_line(lambda: model.with_adapters(lm, 4, 8), "Mamba", "S7")
+@pytest.mark.parametrize("kind", PASSED_OVER)
+def test_a_model_of_which_adapters_would_reach_a_part_is_one_line(kind):
+    """Of the experts the shared one, and nothing that Mamba's kernels read."""
+    lm = make_model(kind, **SETTINGS[kind])
+    one_line(lambda: model.with_adapters(lm, 4, 8), PASSED_OVER[kind], "S7")
 
 
 # ----------------------------------------------------------------------------------------- caches
@@ -94,17 +88,8 @@ def test_a_cache_has_these_bytes_and_rows_that_wait_have_the_samples_of_rows_alo
     for places, first_read in {of_three: (3, 70), of_three - 1: (2, 65)}.items():
         with watched(lm) as passes:
             assert decoded(lm, jobs, 5, places) == alone
-        reads = [shape for shape, _ in passes[1:] if shape[1] > 1]  # the first pass measures
+        reads = [shape for shape in passes[1:] if shape[1] > 1]  # the first pass measures
         assert reads[0] == first_read
-
-
-def test_no_name_is_used_that_transformers_will_drop():
-    """When a model is checked, and when it decodes."""
-    lm = make_model("qwen3_5_text")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", FutureWarning)
-        model.check_batching(lm, [1, 2, 3])
-        decoded(lm, [(5, 3), (4, 3)], rows=2)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -137,7 +122,7 @@ def save_with_vision(folder, kind, text, vision):
 
 def test_a_vision_language_checkpoint_is_loaded_as_its_text_model(tmp_path):
     """Its adapters are those of the text model, and a server, which loads it whole, is refused."""
-    whole = save_with_vision(tmp_path, "qwen3_5", {**TEXT, **HYBRID}, VISION)
+    whole = save_with_vision(tmp_path, "qwen3_5", {**TEXT, **conftest.HYBRID}, VISION)
     lm, _ = model.load_model(str(tmp_path), "cpu")
     ids = torch.tensor([[1, 2, 3, 4]])
     assert torch.equal(lm(input_ids=ids).logits, whole(input_ids=ids).logits)

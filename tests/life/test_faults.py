@@ -78,27 +78,19 @@ def two_signals(seconds):
         time.sleep(seconds)
 
 
-def test_a_signal_waits_for_the_save(world_dir, tmp_path, uninterrupted):
+@pytest.mark.parametrize("seconds, last", [(0.0, 3), (1.1, 2)])
+def test_a_signal_waits_for_the_save_and_a_later_one_ends_at_once(
+    seconds, last, world_dir, tmp_path, uninterrupted
+):
     """Two at once are one: torchrun passes on what the terminal has sent. The evolution that is due
-    after this step comes with the continued run."""
+    after step 3 comes with the continued run."""
     out = tmp_path / "run"
     argv = small_flags(world_dir, out)
-    text = run(argv, before_step(3, lambda: two_signals(0.0)), ends=130)
+    text = run(argv, before_step(3, lambda: two_signals(seconds)), ends=130)
     assert text.count("finishing this step") == 1 and "Traceback" not in text
     assert "same command" in text.splitlines()[-1]
-    assert logged(out) == [1, 2, 3] and saved(out) == [2, 3]
+    assert logged(out)[-1] == saved(out)[-1] == last
     assert not (out / "bank/step_000003.json").exists()
-    run(argv)
-    equal(out, uninterrupted)
-
-
-def test_a_later_signal_ends_a_step_at_once(world_dir, tmp_path, uninterrupted):
-    out = tmp_path / "run"
-    argv = small_flags(world_dir, out)
-    text = run(argv, before_step(3, lambda: two_signals(1.1)), ends=130)
-    assert text.count("finishing this step") == 1 and "Traceback" not in text
-    assert "same command" in text.splitlines()[-1]
-    assert logged(out) == [1, 2] and saved(out) == [2]
     run(argv)
     equal(out, uninterrupted)
 
@@ -173,17 +165,6 @@ def test_a_bad_step_moves_no_weight_and_a_third_in_a_row_ends_both_ranks(world_d
     last = out / "checkpoints/step_000007"
     assert (last / "adapter_model.safetensors").read_bytes() != weights[0]
     assert all(x.isfinite().all() for x in load_file(last / "trainer.safetensors").values())
-
-
-def test_an_evolution_that_is_due_after_a_third_bad_step_comes_with_the_next_command(
-    world_dir, tmp_path
-):
-    out = tmp_path / "run"
-    argv = small_flags(world_dir, out, checkpoint_every=9)
-    run(argv, not_finite(1, 2, 3), ends=2)
-    assert saved(out) == [3] and not (out / "bank/step_000003.json").exists()
-    run(argv)
-    assert (out / "bank/step_000003.json").exists()
 
 
 # ------------------------------------------------------------------------------------- lost ranks

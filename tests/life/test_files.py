@@ -64,7 +64,7 @@ def test_a_folder_is_kept_to_one_process_and_a_kill_frees_it(tmp_path, capsys):
             (tmp_path / "held").touch()
             signal.pause()
 
-    other = start([], tmp_path / "log", program=hold_for_ever)
+    other = start([], tmp_path / "log", hold_for_ever)
     while not (tmp_path / "held").exists():
         assert os.waitpid(other, os.WNOHANG) == (0, 0), (tmp_path / "log").read_text()
     for _ in range(2):  # the first refusal changes nothing

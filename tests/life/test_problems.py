@@ -81,15 +81,11 @@ ROW = '{"problem": "p", "answer": "1"}\n'
 BROKEN = {  # a file, and words of the line that refuses it
     "no rows": ("", "x.jsonl: ", "'rows': 0"),
     "no JSON": (ROW + '\n{"problem": oh}\n{', "x.jsonl:3: ", "column 13"),
-    "no object": ('["p", "1"]\n', "x.jsonl:1: ", "list"),
     "a field of another name": ('{"problem": "p", "a": "1"}\n', "x.jsonl:1: ", "problem, a;"),
     "an empty field": (ROW + '{"problem": " ", "answer": "1"}\n', "x.jsonl:2: `problem`"),
     "a blank that is none": ('{"problem": "p", "answer": "\\u200b"}\n', "1: `answer`", r"\u200b"),
-    "no whole number": ('{"problem": "p", "answer": 3.5}\n', "x.jsonl:1: `answer`", "3.5"),
-    "no chat": ('{"prompt": ["p"], "reward_model": {}}\n', "x.jsonl:1: ", "`reward_model`"),
     "not UTF-8": (b"\xff\xfe\x00", "x.jsonl: ", "UTF-8"),
     "a worked solution": ('{"problem": "p", "answer": "x #### 1"}\n', "1: ", "--answer-after"),
-    "two lines": ('{"problem": "p", "answer": "x\\n1"}\n', "1: ", "--answer-after"),
     "a brace": (ROW + '{"problem": "p", "answer": "}"}\n', "x.jsonl:2: ", "'}'"),
 }
 
@@ -112,27 +108,28 @@ def test_a_source_that_is_not_there_or_not_readable_is_refused(name, tmp_path, m
     one_line(lambda: problems.load_problems(name), f"{name}: not read")
 
 
-ON_THE_HUB = {  # a row of each set
-    "aime24": {"id": 60, "problem": " p ", "answer": "025"},
-    "aime25": {"id": 60, "problem": " p ", "answer": 25},
-    "hmmt25": {"id": 60, "problem": " p ", "answer": "\\pi"},
-    "math500": {"id": 60, "problem": " p ", "answer": "1"},
-    "amc23": {"id": 60, "question": " p ", "answer": 27.0},
-    "gsm8k": {"id": 60, "question": " p ", "answer": "2+2=<<2+2=4>>4\n#### 1,234"},
+ON_THE_HUB = {  # the answer of each set, as it is stored and as it is read
+    "aime24": ("025", "025"),
+    "aime25": (25, "25"),
+    "hmmt25": ("\\pi", "\\pi"),
+    "math500": ("1", "1"),
+    "amc23": (27.0, "27"),
+    "gsm8k": ("2+2=<<2+2=4>>4\n#### 1,234", "1,234"),
 }
-ANSWERS = {"aime24": "025", "aime25": "25", "hmmt25": "\\pi", "math500": "1", "amc23": "27"}
-ANSWERS |= {"gsm8k": "1,234"}
 
 
 @pytest.mark.parametrize("set_name", problems.SETS)
 def test_sets_by_name_are_read_from_the_hub_with_answers_as_text(set_name, monkeypatch):
+    stored, answer = ON_THE_HUB[set_name]
+
     def load(hub_id, name, split):
         source = f"{hub_id}:{name}" if name else hub_id
         assert (source, split) == problems.SETS[set_name][:2]
-        return datasets.Dataset.from_list([ON_THE_HUB[set_name]] * 2)
+        field = "question" if set_name in ("amc23", "gsm8k") else "problem"
+        return datasets.Dataset.from_list([{"id": 60, field: " p ", "answer": stored}] * 2)
 
     monkeypatch.setattr(datasets, "load_dataset", load)
-    copies = [Problem("60", "p", ANSWERS[set_name]), Problem("60#1", "p", ANSWERS[set_name])]
+    copies = [Problem("60", "p", answer), Problem("60#1", "p", answer)]
     assert problems.load_set(set_name, "unused") == copies
 
 

@@ -1,6 +1,5 @@
 """The report against the logs, by other arithmetic; its table; a browser."""
 
-import dataclasses
 import html
 import json
 import math
@@ -8,16 +7,13 @@ import re
 import shutil
 import subprocess
 
-import driver
 import pytest
-import torch
 from conftest import ROOT, one_line, write_evaluation
 from driver import completes, refused, rows, write_rows
 
 import skills
 from extras import report
 from lib import files
-from methods import groups
 
 SCRIPT = '<script>window.hacked = 1</script><img src=x onerror="window.hacked=1">'
 
@@ -119,13 +115,6 @@ def write_run(path, text="5", steps=(1,)):
     return path
 
 
-def test_the_table_of_a_run_whose_supports_are_no_numbers(tmp_path):
-    """As of one that three bad steps have ended."""
-    run = write_run(tmp_path)
-    write_rows(run / "rollouts.jsonl", [rows(run / "rollouts.jsonl")[0] | {"a": [math.nan]}])
-    assert "written:" in completes(report.main, [run])
-
-
 def test_text_is_text(tmp_path):
     run = write_run(tmp_path, SCRIPT + "</script><!-- \ud800")
     text, (data,) = page([run], tmp_path / "r.html")
@@ -195,47 +184,6 @@ def test_evaluations_of_the_runs_checkpoints_and_its_base_model(tmp_path):
         curves.setdefault(point["set"], []).append((point["step"], point["avg"]))
     of_test = [(0, 0.5), (25, 0.6), (50, 0.7)]
     assert curves == {"test": of_test, "test + skills": [(50, 0.8)], "mine": [(50, 0.3)]}
-
-
-@dataclasses.dataclass(frozen=True)
-class OnFailures(groups.MethodConfig):
-    """A method of one's own, whose teachers score failures alone, without a mask."""
-
-    program = "on_failures.py"
-    generations = 1
-
-
-@pytest.mark.parametrize("names", [(), ("a", "rho")])
-def test_a_method_of_ones_own_is_shown_as_it_is(names, world_dir, tmp_path):
-    """names: what it logs of its teachers."""
-
-    def losses(run, step, x, rolls_G, pairs_K):
-        for roll in rolls_G:
-            numbers, tokens = {}, {}
-            if roll.r < 0:
-                delta_KT = torch.linspace(-5, 4, 3 * len(roll.completion_ids)).view(3, -1)
-                numbers = {"a": delta_KT.mean(1), "rho": torch.tensor([-1, 0, 1])}
-                numbers = {name: numbers[name] for name in names} | {"spread": delta_KT.std()}
-                numbers["alpha"] = torch.tensor(0.3)  # of no teacher
-                tokens = {"delta": delta_KT}
-            yield torch.zeros(()), numbers, tokens
-
-    out, step_fn = tmp_path / "run", groups.make_step(losses)
-    driver.train(world_dir, out, step_fn, OnFailures, steps=2, audit_every=1, evolve_every=0)
-    m, _ = rows(out / "metrics.jsonl")
-    scored = [row for row in rows(out / "rollouts.jsonl") if row["r"] < 0 and row["step"] == 1]
-    gaps = 3 * sum(len(row["completion_ids"]) for row in scored)
-    assert m["clip_share"] == pytest.approx(sum(row["clipped"] for row in scored) / gaps) != 0
-    assert m["mask_share"] == 1 and m["no_teachers"] == 4 - len(scored) and 0 < len(scored) < 4
-    assert m["spread"] == pytest.approx(sum(row["spread"] for row in scored) / len(scored))
-    _, (data,) = page([out], tmp_path / "r.html")
-    assert data["settings"]["eps_a"] == 0  # it has no threshold
-    assert data["metrics"]["spread"][0] == pytest.approx(m["spread"], rel=1e-5)
-    for view in data["rollouts"]:
-        assert len(view["teachers"]) == (3 if view["r"] < 0 else 0) == len(view["delta"])
-        for teacher in view["teachers"]:
-            assert {"s_g", "s_e", "skill", "mistake", *names} <= {*teacher}
-            assert bool(names) == ("says" in teacher) and not {"alpha", "losses"} & {*teacher}
 
 
 @pytest.mark.skipif(not shutil.which("chromium"), reason="no Chromium here")

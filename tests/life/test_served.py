@@ -7,7 +7,6 @@
 import itertools
 import json
 import shutil
-import threading
 
 import pytest
 from conftest import one_line
@@ -85,53 +84,20 @@ def test_the_key_in_the_environment_is_sent_and_never_shown(engine, monkeypatch)
     assert "secret" not in one_line(server.check, "HTTP 401", "no such key", kind=OSError)
 
 
-def test_an_address_without_http_is_refused():
-    call = lambda: served.Server("localhost:8000/v1", "base", STOPS, 4096)  # noqa: E731
-    one_line(call, "server localhost:8000/v1: ", "http://localhost:8000/v1")
-
-
 def test_of_several_bases_the_models_own_is_used(engine, tmp_path, monkeypatch):
     """One is taken at its word. Of several without the model one line lists them."""
     (tmp_path / "model").mkdir()
     monkeypatch.chdir(tmp_path)
     engine.adapters["mine"] = "/somewhere"  # an adapter is no base
-
-    def used(model):
-        server = a_server(engine, model)
-        server.check()
-        return server.base, server.engine
-
-    assert used("org/any") == ("base", "vllm")
-    engine.bases.append({"id": "org/a", "root": "elsewhere"})
+    a_server(engine, "org/any").check()
     engine.bases.append({"id": "short", "root": "org/b", "owned_by": "another"})
     engine.bases.append({"id": "shorter", "root": f"{tmp_path}/model"})
-    assert used("org/a") == ("org/a", "unknown")
-    assert used("org/b") == ("short", "another")
-    assert used("model") == ("shorter", "unknown")
-    words = [engine.url, "base, org/a, short, shorter", "org/other"]
+    for model, base, name in (("org/b", "short", "another"), ("model", "shorter", "unknown")):
+        server = a_server(engine, model)
+        server.check()
+        assert (server.base, server.engine) == (base, name)
+    words = [engine.url, "base, short, shorter", "org/other"]
     one_line(a_server(engine, "org/other").check, *words, kind=OSError)
-
-
-def test_an_adapter_is_loaded_under_a_new_name_sampled_and_unloaded(engine, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    server, names = a_server(engine), []
-    for _ in range(2):
-        with server.adapter("step_000025") as name:  # the server has another working directory
-            assert engine.adapters == {name: str(tmp_path / "step_000025")}
-            assert len([*server.stream(jobs(2), PLAIN, 16, name)]) == 2
-        names.append(name)
-    assert not engine.adapters and len({*names}) == 2
-    assert [body["model"] for body in engine.bodies()] == [name for name in names for _ in "ab"]
-    with server.adapter("step_000025"):
-        engine.server_close()  # one that is gone has none to unload
-
-
-def test_a_refused_adapter_is_asked_for_once_and_the_line_says_what_it_needs(engine, tmp_path):
-    engine.post = lambda path, body: (500, {"error": "rank\nis 64"})
-    words = ["VLLM_ALLOW_RUNTIME_LORA_UPDATING=True", "--enable-lora", "--max-lora-rank"]
-    load = a_server(engine).adapter(str(tmp_path)).__enter__
-    one_line(load, "HTTP 500: ", *words, kind=OSError)
-    assert len(engine.calls) == 1
 
 
 @pytest.mark.parametrize("fault", [(500, {"error": "EngineCore"}), (429, {}), DROP])
@@ -148,36 +114,6 @@ def test_after_a_fault_a_request_is_tried_again_seven_times(fault, engine, sampl
     engine.answer = lambda body: fault
     one_line(lambda: sample(jobs(1)), engine.url, kind=OSError)
     assert len(engine.bodies()) == 8 * 4 + 8
-
-
-def test_an_error_is_raised_after_the_replies_under_way_and_no_request_goes_on(engine):
-    """Row 0 is under way, row 1 is refused, the others wait for a row."""
-    refused = threading.Event()
-
-    def answer(body):
-        if body["prompt"][2] == 9 + 1:
-            threading.Timer(1.0, refused.set).start()  # when the client knows
-            return 400, {"error": "too long:\nat most 20 tokens"}
-        refused.wait(60)
-        return engine.sampled(body)
-
-    engine.answer = answer
-    seen = []
-
-    def ask():
-        for turn in a_server(engine).stream(jobs(), PLAIN, 2):
-            seen.extend(job.index for job in turn)
-
-    one_line(ask, engine.url, "HTTP 400: ", "at most 20 tokens", kind=OSError)
-    assert seen == [0] and len(engine.bodies()) == 2
-
-
-def test_a_server_that_stays_silent_is_asked_once(engine, sample):
-    released = threading.Event()
-    engine.post = lambda path, body: (released.wait(60), {})
-    one_line(lambda: sample(jobs(1), timeout_s=0.2), engine.url, "timeout=0.2", kind=OSError)
-    assert len(engine.calls) == 1
-    released.set()
 
 
 CUT_PROMPT = choices(usage={"prompt_tokens": 2}, token_ids=[5, 265])

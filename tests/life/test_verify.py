@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from conftest import ROOT, one_line
 
-from lib import command, verify
+from lib import verify
 from lib.verify import MEMORY_BYTES, Verifier, extract_answer
 
 PAIRS = [json.loads(line) for line in open(ROOT / "tests/data/verdicts.jsonl")]
@@ -275,26 +275,6 @@ def test_a_judge_of_ones_own_reads_and_decides_and_is_asked_nothing_without_an_a
         verdicts = judge.judge(cases)
         assert verdicts == [("4", True), ("3", False), ("7", True), (None, False)]
         assert judge.same("4", "4") and not judge.same("4", "4.0") and judge.timeout_s == 1.0
-
-
-class Raising(verify.Judge):
-    """Its program is missing, and so may be the answer."""
-
-    def answer(self, text):
-        return {"three": "3"}[text]
-
-    def is_right(self, problem, answer):
-        raise FileNotFoundError("no compiler")
-
-
-def test_what_a_judge_raises_names_the_problem_and_the_answer(capsys):
-    with pytest.raises(SystemExit), command.one_line_errors("sgsd.py", *command.LATER):
-        Raising().judge([(asked("p", "5"), "three")])
-    line = capsys.readouterr().err
-    assert "no compiler" in line and "problem p" in line and "'3'" in line
-    with pytest.raises(KeyError) as bug:
-        Raising().judge([(asked("p", "5"), "four")])
-    assert "problem p" in bug.value.__notes__[0]
 
 
 @pytest.mark.parametrize("name", NAMES)

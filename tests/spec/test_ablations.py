@@ -18,11 +18,9 @@ from driver import completes, flags, rows
 from method_steps import assert_gradients, logprobs_of, one_step, perturb
 
 import rollout
-import scoring
 import sgsd
 import skills
 from lib import model
-from lib.config import Config
 from methods import ablations, divergences
 from methods.ablations import AblationConfig
 
@@ -40,25 +38,6 @@ def test_with_default_settings_a_run_equals_sgsds_own_bit_for_bit(world_dir, tmp
     for row in rows(outs[0] / "rollouts.jsonl"):
         of_all |= {*row["rho"]}
     assert of_all == {-1, 0, 1}
-
-
-def test_an_infinite_gap_on_a_masked_token_is_inert(world_dir, tmp_path, monkeypatch, tokenizer):
-    """It is masked before the gate, whose gradient there would be NaN."""
-    masked_ids = [*model.masked_token_ids(tokenizer), 265]
-    score, masked = scoring.score_teachers, []
-
-    def infinite(lm, contexts_K, ids_T, *rest):
-        masked_T = torch.isin(torch.tensor(ids_T), torch.tensor(masked_ids))
-        masked.append(masked_T.any())
-        return score(lm, contexts_K, ids_T, *rest).masked_fill(masked_T, -torch.inf)
-
-    monkeypatch.setattr(scoring, "score_teachers", infinite)
-    runs = []
-    for kind, step_fn in ((Config, sgsd.train_step), (AblationConfig, ablations.train_step)):
-        out = tmp_path / kind.__name__
-        runs.append(driver.train(world_dir, out, step_fn, kind, steps=1, audit_every=0))
-    norms = [run.metrics[0]["grad_norm"] for run in runs]
-    assert any(masked) and norms[0] == norms[1] > 0
 
 
 def test_generalized_jsd():
@@ -229,42 +208,24 @@ def test_a_donor_is_another_problem_and_its_nearest_pairs_are_shown(world_dir, t
             assert any(pairs != chosen[0] for pairs in chosen)
 
 
-SHOWN = {  # the entries' lines in a teacher's prompt, for each --skill-text
-    "whole": [
-        "- **Use carry**: Always carry with care.",
-        "  _Apply when: When you carry._",
-        "- **Don't**: Forgetting to carry.",
-        "  **Instead**: Remember carry.",
-    ],
-    "title": [
-        "- **Use carry**: ",
-        "  _Apply when: _",
-        "- **Don't**: Forgetting to carry.",
-        "  **Instead**: ",
-    ],
-    "none": ["- ****: ", "  _Apply when: _", "- **Don't**: ", "  **Instead**: "],
-}
+LEFT = {"whole": 3, "title": 1, "none": 0}  # of an entry's three fields, the first ones
 
 
-@pytest.mark.parametrize("skill_text", SHOWN)
+@pytest.mark.parametrize("skill_text", LEFT)
 def test_a_teacher_reads_what_is_left_of_an_entry(skill_text, world_dir, tmp_path):
-    """Weights are those of the whole entries, and the bank stays as it is."""
+    """Weights and ids are those of the whole entries, and the bank stays as it is."""
     changes = {"skill_text": skill_text, "num_teachers": 4}
     with driver.opened(world_dir, tmp_path / "run", AblationConfig, **changes) as run:
         x = run.problems[0]
         whole = run.bank.retrieve(x.problem, 4, run.embed)
         pairs = ablations.retrieve(run, 1, x)
         assert whole == run.bank.retrieve(x.problem, 4, run.embed)
-        for pair, full in zip(pairs, whole, strict=True):
-            assert pair.skill["skill_id"] == full.skill["skill_id"]
-            assert pair.mistake["mistake_id"] == full.mistake["mistake_id"]
-            assert (pair.s_g, pair.s_e) == (full.s_g, full.s_e)
-        lines = []
-        for pair in pairs:  # line 4 of a prompt begins the skill, line 8 the mistake
-            text = skills.render_teacher(pair, x.problem).splitlines()
-            lines += text[4:6] * (pair.skill["skill_id"] == "gen_002")
-            lines += text[8:10] * (pair.mistake["mistake_id"] == "err_002")
-        assert sorted(lines) == sorted(SHOWN[skill_text])
+    for pair, full in zip(pairs, whole, strict=True):
+        assert (pair.s_g, pair.s_e) == (full.s_g, full.s_e)
+        shown = (pair.skill, full.skill), (pair.mistake, full.mistake)
+        for key, (entry, of_bank) in zip(skills.KINDS, shown):
+            fields = skills.KINDS[key].fields
+            assert entry == of_bank | dict.fromkeys(fields[LEFT[skill_text] :], "")
 
 
 def test_words_are_shuffled_within_their_field_anew_for_each_step(world_dir, tmp_path):

@@ -115,32 +115,20 @@ def test_the_released_banks_come_back_byte_for_byte(path, tmp_path):
     assert (tmp_path / "b.json").read_bytes() == path.read_bytes()
 
 
-@pytest.mark.parametrize(
-    "metadata",
-    [{"lost_replies": 0}, {"updates": [{"lost_replies": 1, "success": 0.5}]}, {"updates": [{}]}],
-)
-def test_a_bank_with_metadata_of_another_program_is_described_by_its_sizes(metadata):
-    bank = SkillBank([SKILL], [MISTAKE], metadata)
-    assert skills.describe(bank) == "bank: 1 skills and 1 mistakes"
-
-
 ROW = {"problem_id": "a", "problem": "What?", "text": "", "r": 1, "pred": None, "gold": "2"}
 WRONG = [
     (None, "cannot be read"),
     ("{", "cannot be read"),
     ("[]", "general_skills"),
-    ('{"skills": []}', "general_skills"),
     (bank_text([SKILL, {**SKILL, "title": 3}]), "general_skills[1] lacks title:"),
     (bank_text([], [{**MISTAKE, "how_to_avoid": " \n"}]), "common_mistakes[0] lacks how_to_avoid:"),
     (bank_text([{"title": "t"}]), "general_skills[0] lacks skill_id, principle, when_to_apply:"),
     (bank_text([SKILL] * 2), "general_skills[1]"),
-    (bank_text([], ["text"]), "common_mistakes"),
     (bank_text([{**SKILL, "sources": [3, "p1"]}]), "general_skills[0] has sources"),
     (bank_text(metadata=None), "metadata"),
     (bank_text(metadata={"updates": [3]}), "updates"),
     (bank_text(window=[ROW, {"problem": "?", "r": 1}]), "window[1]"),
     (bank_text(window=[{k: v for k, v in ROW.items() if k != "gold"}]), "window[0] lacks gold"),
-    (bank_text(window=[3]), "window"),
     (bank_text(window=None), "window"),
 ]
 

@@ -39,16 +39,6 @@ def test_the_divergence_by_hand(alpha, k, want):
     same(sdpo.sdpo_divergence(t(S).log(), t(T).log(), alpha, k), want, tol=1e-6)
 
 
-def test_entries_are_the_students_likeliest_with_true_probabilities_and_the_rest():
-    """[.6 .3 .1] and [.2 .3 .5]: the teacher's best is in the tail, with what the student lacks."""
-    s_1k, t_1k = sdpo.top_k_with_tail(t(S[1:]).log(), t(T[1:]).log(), 1)
-    same(s_1k.exp(), [[0.6, 0.4]])
-    same(t_1k.exp(), [[0.2, 0.8]])
-    s_1k, t_1k = sdpo.top_k_with_tail(t(S[1:]).log(), t(T[1:]).log() + 3, 2)  # logits
-    same(s_1k.exp(), [[0.6, 0.3, 0.1]])
-    same(t_1k.exp(), [[0.2, 0.3, 0.5]])
-
-
 def test_the_first_other_right_solution_is_shown():
     assert [sdpo.shown_sibling([-1, 1, -1, 1], i) for i in range(4)] == [1, 3, 1, 1]
     assert [sdpo.shown_sibling([-1, -1, 1], i) for i in range(3)] == [2, 2, None]  # a lone success
