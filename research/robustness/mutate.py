@@ -148,6 +148,22 @@ CHANGES = {
         Change(
             "run.skipped + 1 if row.get", "run.skipped if row.get", "life/faults third_in_a_row"
         ),
+        Change("len(roll.completion_ids) <= context", "1 <= context", "spec/step left_out"),
+        Change("sum(wanted < tokens", "sum(wanted <= tokens", "life/misuse long_problems"),
+        Change("and bool(bank.window) and", "and", "life/continue killed_everywhere"),
+        Change("replace(self.bank, window=[]).save(", "self.bank.save(", "life/continue goes_back"),
+        Change("items() if rule.free]", "items()]", "life/continue not_free"),
+    ],
+    "lib/command.py": [
+        Change(
+            "typed, preset, *reversed(brought)",
+            "typed, *reversed(brought), preset",
+            "life/config preset",
+        ),
+    ],
+    "lib/runlog.py": [
+        Change('row.get("mixed", 1)', 'row.get("mixed", 0)', "life/runlog decided_teacher"),
+        Change("ALIKE.get(success, ", "ALIKE.get(1 - success, ", "life/runlog both_verdicts"),
     ],
     "lib/model.py": [
         Change('or type(e).__name__ == "ReadTimeout"', "", "life/model late_answer"),
@@ -190,6 +206,8 @@ CHANGES = {
             "spec/ablations solution_that_was_cut",
         ),
         Change("if cfg.clip else math.inf", "if True else math.inf", "spec/ablations changed_step"),
+        Change("if other.id != x.id", "if True", "spec/ablations donor"),
+        Change('"title": 1, "none": 0', '"title": 2, "none": 0', "spec/ablations what_is_left"),
     ],
     "extras/grpo_on_trl.py": [
         Change(
