@@ -153,8 +153,8 @@ def checkpoints_of(path: str) -> list[pathlib.Path]:
     has_model = any((place / f"{kind}.json").exists() for kind in ("config", "adapter_config"))
     if not steps and ((place / "problems.json").exists() or not has_model):
         raise ValueError(
-            f"{path}: no model, adapter or checkpoint is there; give a model, an adapter or a run "
-            "(extras.grpo_on_trl: a checkpoint-N); a bank goes with --skills, problems with --data"
+            f"{path}: no model, adapter or checkpoint is there; give a model, an adapter or a "
+            "run; a bank goes with --skills, problems with --data"
         )
     return steps or [place]
 

@@ -209,20 +209,15 @@ CHANGES = {
         Change("if other.id != x.id", "if True", "spec/ablations donor"),
         Change('"title": 1, "none": 0', '"title": 2, "none": 0', "spec/ablations what_is_left"),
     ],
-    "extras/grpo_on_trl.py": [
-        Change(
-            "temperature=cfg.temperature,", "temperature=1.0,", "on_trl/grpo that_of and not two"
-        ),
-        Change("max(by_step, default", "min(by_step, default", "on_trl/grpo killed"),
-    ],
     "extras/on_trl.py": [
-        Change("-len(logpS_T) * slope_T", "-slope_T", "on_trl/gradient that_of_sgsd_py and lora"),
-        Change("len(contexts[i]) - 1  #", "len(contexts[i])  #", "on_trl/gradient in_bf16"),
+        Change("cfg.loss_temperature or cfg.temperature", "1.0", "on_trl/grpo that_of and not two"),
+        Change("-len(slope_T) * slope_T", "-slope_T", "on_trl/gradient that_of_sgsd_py and lora"),
+        Change("[len(context) - 1 :]", "[len(context) :]", "on_trl/gradient in_bf16"),
         Change(
             "cast_lm_head_to_fp32=True", "cast_lm_head_to_fp32=False", "on_trl/gradient in_bf16"
         ),
         Change("model.remove_dropout(self.model)", "pass", "on_trl/edges dropout"),
-        Change("set_rate(state.global_step + 1)", "run", "on_trl/run own_schedule"),
+        Change("(1 - run.step / run.cfg.steps)", "1", "on_trl/run own_schedule"),
         Change(
             "dtype=torch.float32, output", "dtype=torch.bfloat16, output", "on_trl/gradient shards"
         ),

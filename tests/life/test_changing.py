@@ -25,6 +25,7 @@ SHORT = "--steps 1 --batch-size 16 --bank banks/word_problems.json --evolve-ever
 SHORT += " --eps-a 0"
 GYM, PROGRAMS = "Another domain, end to end", "A verdict on programs"
 FEEDBACK = "A teacher who sees an error"
+ON_TRL = "A method on TRL"  # tests/on_trl/test_grpo.py has its test
 FAILING = """
 import code_domain
 
@@ -205,7 +206,7 @@ def test_every_part_has_its_recipe_and_every_diff_applies():
     for diff in DIFFS:
         apply(diff, ROOT, "--check")
     titles = re.findall(r"^## (.*)$", PAGE, re.M)
-    assert {x for x in titles if re.search("```(diff|python)", section(x))} == {*RECIPES}
+    assert {x for x in titles if re.search("```(diff|python)", section(x))} == {*RECIPES, ON_TRL}
 
 
 def test_a_program_is_right_if_it_gets_past_its_tests_in_time(tmp_path, monkeypatch):

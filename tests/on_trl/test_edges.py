@@ -17,8 +17,9 @@ from trl_worlds import PLAIN, completions, policy, rollouts_of, settings, traine
 
 import sgsd
 from extras import grpo_on_trl, on_trl
-from lib import files
+from lib import command, config, files
 from lib import model as lib_model
+from rollout import Job, Sampling
 
 
 @pytest.mark.parametrize("kind", ["seed_oss", "persimmon"])
@@ -28,8 +29,8 @@ def test_teacher_and_student_are_one_function_whatever_dropout_a_model_has(tmp_p
     of_trl = trainer(settings(tmp_path), lm, rows)
     of_trl.model.train()
     prompts = [roll.prompt_ids for roll in rollouts_of(of_trl.run, rows)]
-    for one, other in zip(of_trl.score(prompts, rows), of_trl.score(prompts, rows)):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
+    one, other = of_trl.score(prompts, rows[0]), of_trl.score(prompts, rows[0])
+    torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("lora", [True, False])
@@ -41,9 +42,9 @@ def test_a_models_own_generation_settings_change_neither_rollouts_nor_replies(tm
         of_trl = trainer(settings(tmp_path / name), lm)
         of_trl.train()
         rows = [row["completion_ids"] for row in of_trl.rows]
-        prompts = [row["prompt_ids"] for row in of_trl.rows]
-        greedy = of_trl.decode(prompts, on_trl.Sampling(temperature=0.0), 20)
-        outcomes.append((rows, greedy))
+        jobs = [Job(i, row["prompt_ids"], 0, 20) for i, row in enumerate(of_trl.rows)]
+        turns = [*of_trl.stream(jobs, Sampling(temperature=0.0), 6)]
+        outcomes.append((rows, [job.ids for turn in turns for job in turn]))
         kept = lib_model.causal_lm(lm).generation_config.to_dict()
         assert own.items() <= kept.items()
     assert outcomes[0] == outcomes[1]
@@ -53,14 +54,15 @@ def test_a_models_own_generation_settings_change_neither_rollouts_nor_replies(tm
 
 
 def overflowing(steps):
-    """In the place of `advantage`: its numbers, but infinite in some steps."""
-    advantage = on_trl.SGSDTrainer.advantage
+    """In the place of `results`: the same, but in some steps with infinite advantages."""
+    results = on_trl.SGSDTrainer.results
 
-    def of_rollout(self, *rest):
-        A_T, numbers = advantage(self, *rest)
-        return A_T + float("inf") if self.run.step + 1 in steps else A_T, numbers
+    def of_batch(self, output):
+        yield from results(self, output)
+        if self.run.step + 1 in steps:
+            output["advantages"] += float("inf")
 
-    return of_rollout
+    return of_batch
 
 
 def test_a_bad_step_moves_no_weight_and_a_third_ends_it(world_dir, tmp_path, monkeypatch, capsys):
@@ -68,7 +70,7 @@ def test_a_bad_step_moves_no_weight_and_a_third_ends_it(world_dir, tmp_path, mon
     run, changes = tmp_path / "run", {"steps": 8, "checkpoint_every": 1, "evolve_every": 0}
     argv = trl_worlds.small_flags(world_dir, run, **changes)
     with monkeypatch.context() as patch:
-        patch.setattr(on_trl.SGSDTrainer, "advantage", overflowing([2, 3, 5, 6, 7]))
+        patch.setattr(on_trl.SGSDTrainer, "results", overflowing([2, 3, 5, 6, 7]))
         driver.refused(capsys, on_trl.main, argv, "last 3 steps", "--learning-rate")
     driver.completes(on_trl.main, argv)
     checkpoints = [*files.by_step(run / "checkpoints").values()]
@@ -216,8 +218,7 @@ def test_the_commands_of_the_pages_are_parsed():
         commands += re.findall(line, text, re.M)
     assert {"grpo_on_trl", "on_trl"} <= {program for program, _ in commands}
     for program, line in commands:
-        is_grpo = program == "grpo_on_trl"
-        kind = grpo_on_trl.Settings if is_grpo else on_trl.TRLConfig
-        cfg, words = on_trl.command_line(line.split(), "", kind)
-        solutions = cfg.batch_size * (cfg.generations if is_grpo else 1)
-        on_trl.trl_settings(cfg, words, driver.ALONE, solutions)
+        kind = grpo_on_trl.Settings if program == "grpo_on_trl" else on_trl.TRLConfig
+        ours, _, of_trl = f"{line} ".partition(" -- ")
+        cfg = command.parse(ours.split(), "", kind, config.presets_of(kind))
+        on_trl.settings_of(cfg, of_trl.split(), driver.ALONE)

@@ -94,19 +94,20 @@ def test_in_bf16_supports_and_polarities_are_those_of_scoring_py(tmp_path):
     lm, rows = policy(lora=False, dtype=torch.bfloat16), completions(6)
     of_trl = trainer(settings(tmp_path, backward_rows=6), lm, rows)
     run = of_trl.run
-    rolls = rollouts_of(run, rows)
-    _, results = step_of_sgsd(policy(lora=False, dtype=torch.bfloat16), run, rolls)
-    for roll, result in zip(rolls, results):
-        pairs_K = run.bank.retrieve(roll.problem, 4, run.embed)
-        _, teachers_K = sgsd.teacher_prompts(run, pairs_K, roll.problem, roll)
-        contexts = [roll.prompt_ids, *teachers_K]
-        logpS_T, *logps = of_trl.score(contexts, [roll.completion_ids] * 5)
-        want = scoring.token_logprobs(lm, contexts, [roll.completion_ids] * 5)
-        torch.testing.assert_close(torch.stack([logpS_T, *logps]), want, rtol=0, atol=1e-4)
-        A_T, ours = of_trl.advantage(roll, pairs_K, logpS_T, torch.stack(logps))
-        assert ours.numbers["rho"].tolist() == result.numbers["rho"].tolist()
-        credit_T = result.token_numbers["credit"].sum(0)
-        torch.testing.assert_close(A_T, len(A_T) * credit_T, rtol=0.05, atol=1e-3)
+    of_trl.rolls = rollouts_of(run, rows)
+    _, results = step_of_sgsd(policy(lora=False, dtype=torch.bfloat16), run, of_trl.rolls)
+    output = {"completion_ids": torch.zeros(6, max(map(len, rows)))}
+    ours = [result for _, result in of_trl.results(output)]
+    for b, (roll, result) in enumerate(zip(of_trl.rolls, results)):
+        _, teachers_K = sgsd.teacher_prompts(run, result.pairs_K, roll.problem, roll)
+        contexts, ids_T = [roll.prompt_ids, *teachers_K], roll.completion_ids
+        want = scoring.token_logprobs(lm, contexts, [ids_T] * 5)
+        torch.testing.assert_close(of_trl.score(contexts, ids_T), want, rtol=0, atol=1e-4)
+        assert ours[b].numbers["rho"].tolist() == result.numbers["rho"].tolist()
+        A_T, credit_T = output["advantages"][b], result.token_numbers["credit"].sum(0)
+        wanted_T = torch.zeros_like(A_T)
+        wanted_T[: len(ids_T)] = len(ids_T) * credit_T
+        torch.testing.assert_close(A_T, wanted_T, rtol=0.05, atol=1e-3)
 
 
 def sharded_bf16(folder):
@@ -115,9 +116,9 @@ def sharded_bf16(folder):
     scored = []
 
     class Recorded(on_trl.SGSDTrainer):
-        def score(self, contexts, completions):
-            scored.extend(super().score(contexts, completions))
-            return scored
+        def score(self, contexts, ids_T):
+            scored.append(super().score(contexts, ids_T))
+            return scored[-1]
 
     on_trl.SGSDTrainer = Recorded
     of_trl, _ = one_step(folder, lora=False, words=(*PLAIN, "--bf16", "True"))
@@ -125,7 +126,7 @@ def sharded_bf16(folder):
     dtypes = kept.param_dtype, kept.reduce_dtype, kept.output_dtype
     assert dtypes == (torch.bfloat16, torch.float32, None)
     if of_trl.accelerator.is_main_process:
-        torch.save(torch.cat(scored), pathlib.Path(folder, "scored.pt"))
+        torch.save(torch.cat([x.flatten() for x in scored]), pathlib.Path(folder, "scored.pt"))
 
 
 def test_in_bf16_shards_round_no_log_probability_and_have_the_gradient_of_one_process(tmp_path):

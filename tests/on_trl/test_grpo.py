@@ -2,8 +2,10 @@
 
 import itertools
 import pathlib
+import re
 import shutil
-import signal
+import sys
+import types
 from types import SimpleNamespace
 from unittest import mock
 
@@ -23,6 +25,7 @@ from lib import command, config, files, model, problems, verify
 from methods import groups, grpo
 
 TINY = ROOT / "tiny"
+PAGE = (ROOT / "docs/changing.md").read_text()
 
 
 def flags(folder, **changes):
@@ -35,27 +38,23 @@ def flags(folder, **changes):
     return trl_worlds.words_of(given | {"data": TINY / "train.jsonl"} | changes)
 
 
-def parsed(argv):
+def parsed(argv, kind=grpo_on_trl.Settings):
     """The settings of a command line."""
-    presets = config.presets_of(grpo_on_trl.Settings)
-    return command.parse(argv, "", grpo_on_trl.Settings, presets)
-
-
-def main(argv):
-    """The command, which leaves the handlers of signals as they were."""
-    with driver.signals_restored():
-        return grpo_on_trl.main(argv)
+    return command.parse(argv, "", kind, config.presets_of(kind))
 
 
 # ------------------------------------------------------------------------------ beside methods.grpo
 
 
-def record(folder, **changes):
+def record(folder, program=grpo_on_trl, holder=on_trl, **changes):
     """The trainer of a run in FOLDER/run. FOLDER/steps.pt has its steps: gradient, weights before
-    it, and of the solutions of all processes prompt, ids, advantage."""
+    it, and of the solutions of all processes prompt, ids, advantage.
+
+    holder: the module with the program's Trainer.
+    """
     trainers, gradients, rows = [], trl_worlds.Gradients(), []
 
-    class Recorded(on_trl.Trainer):
+    class Recorded(holder.Trainer):
         def __init__(self, *args, **kwargs):
             super().__init__(*args, callbacks=[gradients], **kwargs)
             trainers.append(self)
@@ -72,8 +71,8 @@ def record(folder, **changes):
             rows.append([*itertools.chain.from_iterable(gathered)])
             return output
 
-    with mock.patch.object(on_trl, "Trainer", Recorded):
-        assert main(flags(folder, **changes)) == 0
+    with mock.patch.object(holder, "Trainer", Recorded), driver.signals_restored():
+        assert program.main(flags(folder, **changes)) == 0
     if trainers[0].run.world.main:
         steps = zip(gradients.steps, gradients.weights, rows)
         torch.save([*steps], pathlib.Path(folder, "steps.pt"))
@@ -147,7 +146,13 @@ def test_its_problems_ids_and_rewards_are_those_of_the_method(recorded, student)
 
 
 def test_its_gradient_is_that_of_the_method(recorded, student):
-    cfg, lm = recorded.cfg, model.load_model(str(TINY / "model"), "cpu")[0].train()
+    assert_steps(student, recorded, grpo.losses)
+
+
+def assert_steps(student, recorded, losses):
+    """Each recorded step has the gradient of a method's losses on its solutions, and their log."""
+    cfg, log = recorded.cfg, iter(driver.rows(recorded.out / "rollouts.jsonl"))
+    lm = model.load_model(str(TINY / "model"), "cpu")[0].train()
     if not cfg.full:
         lm = model.with_adapters(lm, cfg.lora_rank, cfg.lora_alpha)
     learning = model.trained(lm)
@@ -156,16 +161,19 @@ def test_its_gradient_is_that_of_the_method(recorded, student):
         lm.load_state_dict(weights, strict=False)
         lm.zero_grad()
         for x, rolls_G in groups_of(student, cfg, step, rows):
-            for loss, _, _ in grpo.losses(run, step, x, rolls_G, []):
+            for loss, numbers, _ in losses(run, step, x, rolls_G, []):
                 if loss.requires_grad:
                     (loss / (cfg.batch_size * cfg.generations)).backward()
+                wanted, row = {**numbers, "loss": loss.detach()}, next(log)
+                for name, value in wanted.items():
+                    assert row[name] == pytest.approx(value.item(), abs=1e-5)
         torch.nn.utils.clip_grad_norm_(learning.values(), cfg.grad_clip)
         own = {name: p.grad for name, p in learning.items()}
         assert trl_worlds.distance(gradient, own) < 1e-4
 
 
 def test_eval_takes_what_it_saves(recorded, tmp_path):
-    checkpoint = recorded.out / f"checkpoint-{recorded.cfg.steps}"
+    checkpoint = files.of_step(recorded.out / "checkpoints", recorded.cfg.steps)
     argv = [checkpoint, "--data", TINY / "test.jsonl", "--limit", 2, "--samples", 1]
     argv += ["--max-new-tokens", 4, "--no-thinking", "--device", "cpu", "--out", tmp_path]
     driver.completes(eval.main, argv)
@@ -178,9 +186,9 @@ def test_eval_takes_what_it_saves(recorded, tmp_path):
 
 
 def small_flags(world_dir, folder, **changes):
-    """A command line of eight steps, of which six are an epoch, on the random model."""
-    given = {"model": world_dir / "model", "data": world_dir / "data.jsonl", "steps": 8}
-    given |= {"verifier": "driver:UnevenVerifier", "max_new_tokens": 8, "checkpoint_every": 2}
+    """A command line on the random model."""
+    given = {"model": world_dir / "model", "data": world_dir / "data.jsonl"}
+    given |= {"verifier": "driver:UnevenVerifier", "max_new_tokens": 8}
     return flags(folder, **(given | {"batch_size": 2, "generations": 2} | changes))
 
 
@@ -192,19 +200,19 @@ def test_its_settings_and_stop_ids_are_those_of_the_method(world_dir, tmp_path):
     changes |= {"generations": 5, "batch_size": 2, "full": True, "keep_last": 2}
     trainer = record(tmp_path, **changes)
     args, cfg = trainer.args, parsed(flags(tmp_path, **changes))
-    wanted = {"temperature": cfg.temperature, "top_p": cfg.top_p, "top_k": cfg.top_k}
-    wanted |= {"max_completion_length": cfg.max_new_tokens, "num_generations": cfg.generations}
+    wanted = {"temperature": cfg.temperature, "num_generations": cfg.generations}
     wanted |= {"learning_rate": cfg.learning_rate, "lr_scheduler_type": "linear", "seed": cfg.seed}
     wanted |= {"max_grad_norm": cfg.grad_clip, "weight_decay": 0, "max_steps": cfg.steps}
-    wanted |= {"save_steps": cfg.checkpoint_every, "per_device_train_batch_size": 2}
+    wanted |= {"per_device_train_batch_size": 2, "max_completion_length": cfg.max_new_tokens}
     wanted |= {"gradient_accumulation_steps": 5, "steps_per_generation": 5, "num_iterations": 1}
     wanted |= {"loss_type": "grpo", "beta": 0, "scale_rewards": "group"}
-    wanted |= {"save_total_limit": 2, "vllm_importance_sampling_correction": False}
+    wanted |= {"vllm_importance_sampling_correction": False}
     assert {name: getattr(args, name) for name in wanted} == wanted
-    assert args.generation_kwargs["temperature"] == cfg.temperature
+    drawn = {"temperature": cfg.temperature, "top_p": cfg.top_p, "top_k": cfg.top_k}
+    assert {name: getattr(trainer.generation_config, name) for name in drawn} == drawn
     assert {p.dtype for p in trainer.model.parameters()} == {torch.float32}
     assert trainer.model.config.attention_dropout == 0
-    saved, tokenizer = model.load_model(str(tmp_path / "run/checkpoint-1"), "cpu")
+    saved, tokenizer = model.load_model(str(tmp_path / "run/checkpoints/step_000001"), "cpu")
     assert trainer.eos_token_ids == rollout.stop_ids(saved, tokenizer) == stops
     ((_, _, rows),) = torch.load(tmp_path / "steps.pt", weights_only=True)
     for ids in [row["completion"] for row in rows]:
@@ -212,46 +220,11 @@ def test_its_settings_and_stop_ids_are_those_of_the_method(world_dir, tmp_path):
         assert not {*stops} & {*ids[:-1]}
 
 
-def state(out):
-    """What must be equal of a run that was cut short and one that was not."""
-    checkpoints = sorted(path.name for path in out.glob("checkpoint-*"))
-    weights = [path.read_bytes() for path in out.glob("checkpoint-8/*model.safetensors")]
-    log = files.read_json(out / "checkpoint-8/trainer_state.json")["log_history"]
-    return checkpoints, weights, [{k: v for k, v in row.items() if k != "step_time"} for row in log]
-
-
-@pytest.fixture(scope="module", params=[False, True], ids=["adapters", "all weights"])
-def complete(request, world_dir, tmp_path_factory):
-    """Whether all weights learn, and a run of eight steps that nothing has interrupted."""
-    folder = tmp_path_factory.mktemp("complete")
-    assert main(small_flags(world_dir, folder, full=request.param)) == 0
-    return request.param, folder / "run"
-
-
-def test_a_killed_run_goes_on_after_its_newest_whole_checkpoint(complete, world_dir, tmp_path):
-    """The sampler of TRL begins each start with the first epoch's order: here that is the only one.
-
-    A run with nothing left to do makes no step.
-    """
-    full, uninterrupted = complete
-    run, argv = tmp_path / "run", small_flags(world_dir, tmp_path, full=full)
-    kill = driver.at_touch("checkpoint-6/trainer_state.json")
-    code = driver.go(argv, tmp_path / "log", before=kill, program=main)
-    assert code == -signal.SIGKILL
-    assert (run / "checkpoint-6").exists()  # which is not whole
-    assert main(argv) == 0
-    assert files.read_json(run / "config.json")["continuations"][0]["step"] == 4
-    assert state(run) == state(uninterrupted)
-    assert main(argv) == 0
-    assert state(run) == state(uninterrupted)
-
-
 # ---------------------------------------------------------------------------------------- refused
 
 
 REFUSED = [  # settings, TRL's words, and words of the line
     ({"bank": "b.json"}, "", "--bank"),
-    ({"loss_temperature": 1.0}, "", "--loss-temperature"),
     ({"steps": 0}, "", "--steps"),
     ({"max_prompt_tokens": 20}, "", "--max-prompt-tokens"),
     ({"full": True, "dtype": "bfloat16"}, "", "--dtype float32"),
@@ -269,16 +242,43 @@ def test_what_it_would_leave_out_is_refused(world_dir, tmp_path, capsys, changes
     assert not (tmp_path / "run/config.json").exists()
 
 
-def test_other_runs_are_refused_and_stay(complete, world_dir, tmp_path, uninterrupted, capsys):
-    full, own = complete
+def test_other_runs_are_refused_and_stay(world_dir, tmp_path, uninterrupted, capsys):
+    """One of the former program has TRL's checkpoints in its folder, which go on no more."""
+    own, older = tmp_path / "run", tmp_path / "older"
+    argv = small_flags(world_dir, tmp_path, steps=1)
+    driver.completes(grpo_on_trl.main, argv)
+    (older / "checkpoint-1").mkdir(parents=True)
+    for name in ("config.json", "problems.json"):
+        shutil.copy(own / name, older / name)
     of_sgsd = shutil.copytree(uninterrupted, tmp_path / "sgsd")
     for out, changes, said in (
-        (own, {"steps": 9}, "--steps 9"),
-        (own, {"checkpoint_every": 1}, "--checkpoint-every 1"),  # TRL would keep its save_steps
         (own, {"temperature": 0.5}, "--temperature 0.5"),
         (of_sgsd, {}, "sgsd.py"),
+        (older, {}, "an older version"),
     ):
         before = driver.contents(out)
-        argv = small_flags(world_dir, tmp_path, full=full, **(changes | {"out": out}))
+        argv = small_flags(world_dir, tmp_path, **({"steps": 1, "out": out} | changes))
         driver.refused(capsys, grpo_on_trl.main, argv, said, "--out", str(out))
         assert driver.contents(out) == before
+
+
+# ---------------------------------------------------------------------- a method of a reader's own
+
+
+def recipe(title):
+    """The program of a section of docs/changing.md, as a module."""
+    section = PAGE.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+    name, code = re.search(r"^```python\n# (\w+)\.py\n(.*?)^```$", section, re.M | re.S).groups()
+    module = sys.modules[name] = types.ModuleType(name)
+    exec(code, vars(module))
+    return module
+
+
+def test_the_recipe_on_trl_is_the_other_recipe(student, tmp_path):
+    """Both are Dr. GRPO: on the same solutions they have one gradient, and log the same."""
+    ours, plain = recipe("A method on TRL"), recipe("Another method")
+    out = record(tmp_path, ours, ours, full=True, steps=2).run.out
+    cfg = parsed(flags(tmp_path, full=True, steps=2), ours.Settings)
+    steps = torch.load(tmp_path / "steps.pt", weights_only=True)
+    assert len(steps) == 2 and any(row["loss"] for row in driver.rows(out / "rollouts.jsonl"))
+    assert_steps(student, SimpleNamespace(cfg=cfg, out=out, steps=steps), plain.losses)

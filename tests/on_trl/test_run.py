@@ -1,4 +1,4 @@
-"""A run of extras/on_trl.py: its folder, its bank, going on, kills and signals, eval.py on it.
+"""A run on TRL, of SGSD or GRPO: its folder, its bank, going on, kills and signals, eval.py on it.
 
 The rules of a folder, and of what may change when a command goes on, are those of sgsd.py's runs.
 """
@@ -13,18 +13,26 @@ import trl_worlds
 from accelerate.commands.config.config_args import load_config_from_file
 from conftest import ROOT
 from safetensors.torch import load_file
-from trl_worlds import small_flags
+from trl_worlds import small_flags, small_grpo_flags
 
 import eval
+import methods.grpo
 import skills
-from extras import on_trl, report
+from extras import grpo_on_trl, on_trl, report
 from lib import files, runlog
 
 
-def program(argv):
+def program(argv, method=on_trl):
     """The command, with the tests' writer."""
     with driver.signals_restored(), driver.faked():
-        return on_trl.main(argv)
+        return method.main(argv)
+
+
+def grpo(argv):
+    return program(argv, grpo_on_trl)
+
+
+METHODS = {"sgsd": (program, small_flags), "grpo": (grpo, small_grpo_flags)}
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +40,14 @@ def complete(world_dir, tmp_path_factory):
     """A run of four steps, of which each is saved, with an evolution after the second and last."""
     folder = tmp_path_factory.mktemp("complete") / "run"
     assert program(small_flags(world_dir, folder, steps=4)) == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def complete_grpo(world_dir, tmp_path_factory):
+    """The same of GRPO, which has no bank."""
+    folder = tmp_path_factory.mktemp("complete_grpo") / "run"
+    assert grpo(small_grpo_flags(world_dir, folder, steps=4)) == 0
     return folder
 
 
@@ -43,17 +59,18 @@ def run(complete, tmp_path):
 
 def state(run):
     """What must be equal of a run that was cut short and one that was not."""
-    logs = [driver.rows(run / f"{name}.jsonl") for name in ("rollouts", "tokens", "bank/replies")]
+    logs = [driver.rows(run / f"{name}.jsonl") for name in ("rollouts", "tokens")]
+    logs += [driver.rows(path) for path in run.glob("bank/replies.jsonl")]
     last = max(files.by_step(run / "checkpoints").values())
-    contents = [(last / name).read_bytes() for name in ("adapter_model.safetensors", files.BANK)]
+    contents = [path.read_bytes() for path in sorted(last.glob("adapter_model.*"))]
+    contents += [path.read_bytes() for path in last.glob(files.BANK)]
     names = sorted(path.name for path in [*run.glob("checkpoints/*"), *run.glob("bank/*.json")])
     return logs, contents, names, driver.timeless(driver.rows(run / "metrics.jsonl"))
 
 
 def test_the_defaults_are_the_papers():
     args = on_trl.settings_of(on_trl.TRLConfig(device="cpu"), (), driver.ALONE)
-    assert (args.temperature, args.generation_kwargs) == (1.0, {"temperature": 1.1})
-    assert (args.top_p, args.top_k, args.max_completion_length) == (0.95, 20, 1024)
+    assert (args.temperature, args.max_completion_length) == (1.0, 1024)
     assert (args.learning_rate, args.weight_decay, args.max_steps) == (5e-6, 0, 200)
     assert (args.max_grad_norm, args.beta, args.num_generations) == (0.1, 0.0, 1)
     assert (args.loss_type, args.num_iterations) == ("grpo", 1)
@@ -85,16 +102,29 @@ def test_its_logs_and_report_are_those_of_sgsd_py(complete, world_dir, tmp_path)
     driver.completes(report.main, [complete, "--out", tmp_path / "page.html"])
 
 
+def test_one_of_grpo_has_the_logs_and_the_report_of_its_method(complete_grpo, world_dir, tmp_path):
+    argv = small_grpo_flags(world_dir, tmp_path / "own", steps=4)
+    driver.completes(methods.grpo.main, argv[: argv.index("--")])
+    for name in runlog.LOGS:
+        ours, theirs = (driver.rows(x / f"{name}.jsonl") for x in (complete_grpo, tmp_path / "own"))
+        assert ours[0].keys() == theirs[0].keys()
+        for column in ("step", "index", "problem_id", "prompt_ids", "learning_rate"):
+            assert [row.get(column) for row in ours] == [row.get(column) for row in theirs]
+    driver.completes(report.main, [complete_grpo, "--out", tmp_path / "page.html"])
+
+
 def test_a_run_with_nothing_left_to_do_ends_with_0_and_changes_no_state(run, world_dir):
     before = state(run)
     assert program(small_flags(world_dir, run, steps=4)) == 0
     assert state(run) == before
 
 
-@pytest.mark.parametrize("full", [False, True])
-def test_eval_takes_its_checkpoints_and_tells_of_problems_seen(world_dir, tmp_path, full, capsys):
-    run = tmp_path / "run"
-    program(small_flags(world_dir, run, steps=1, evolve_every=0, full=full))
+@pytest.mark.parametrize("method, full", [("sgsd", False), ("sgsd", True), ("grpo", False)])
+def test_eval_takes_its_checkpoints_and_tells_of_problems_seen(
+    world_dir, tmp_path, method, full, capsys
+):
+    run, (command, flags_of) = tmp_path / "run", METHODS[method]
+    command(flags_of(world_dir, run, steps=1, full=full))
     argv = [world_dir / "model", run, "--data", world_dir / "data.jsonl", "--samples", 1]
     argv += ["--limit", 2, "--max-new-tokens", 4, "--device", "cpu"]
     driver.completes(eval.main, [*argv, "--verifier", "driver:CoinVerifier"])
@@ -124,10 +154,10 @@ def test_more_steps_go_on_by_their_own_schedule(world_dir, run, tmp_path, monkey
     def keep(loop, *_, **__):
         rates.append(loop.run.optimizer.param_groups[0]["lr"])
 
-    monkeypatch.setattr(on_trl.Loop, "on_optimizer_step", keep, raising=False)
+    monkeypatch.setattr(on_trl.Loop, "on_pre_optimizer_step", keep, raising=False)
     program(small_flags(world_dir, run, steps=5, keep_last=2))
     assert [*files.by_step(run / "checkpoints")] == [4, 5]
-    argv = small_flags(world_dir, run, steps=6, backward_rows=1, score_rows=4)
+    argv = small_flags(world_dir, run, steps=6, backward_rows=1, score_rows=2)
     assert driver.two(argv, tmp_path, program=program) == [0, 0]
     logged = [row["learning_rate"] for row in driver.rows(run / "metrics.jsonl")]
     assert rates == pytest.approx([1e-2 / 5]) == logged[4:5]
@@ -138,30 +168,35 @@ def test_more_steps_go_on_by_their_own_schedule(world_dir, run, tmp_path, monkey
 
 
 KILL, STOP = signal.SIGKILL, signal.SIGTERM
-CUTS = [  # a signal, the file that is touched next, steps that are saved
-    (KILL, "checkpoint-2/tokenizer_config.json", [1]),
-    (KILL, "step_000002.tmp/.bank.json", [1]),
-    (KILL, "step_000002.tmp/.digests.json", [1]),
-    (KILL, "bank/replies.jsonl", [1, 2]),  # in an evolution
-    (KILL, "bank/.step_000002", [1, 2]),
-    (KILL, "step_000002/.bank.json", [1, 2]),
-    (STOP, "metrics.jsonl", [1]),  # in a step
-    (STOP, "step_000001.tmp/.digests.json", [1]),
-    (STOP, "bank/replies.jsonl", [1, 2]),
+CUTS = [  # a method, a signal, the file that is touched next, steps that are saved
+    ("sgsd", KILL, "checkpoint-2/tokenizer_config.json", [1]),
+    ("sgsd", KILL, "step_000002.tmp/.bank.json", [1]),
+    ("sgsd", KILL, "step_000002.tmp/.digests.json", [1]),
+    ("sgsd", KILL, "bank/replies.jsonl", [1, 2]),  # in an evolution
+    ("sgsd", KILL, "bank/.step_000002", [1, 2]),
+    ("sgsd", KILL, "step_000002/.bank.json", [1, 2]),
+    ("sgsd", STOP, "metrics.jsonl", [1]),  # in a step
+    ("sgsd", STOP, "step_000001.tmp/.digests.json", [1]),
+    ("sgsd", STOP, "bank/replies.jsonl", [1, 2]),
+    ("grpo", KILL, "checkpoint-2/trainer_state.json", [1]),
+    ("grpo", KILL, "step_000002.tmp/.digests.json", [1]),
+    ("grpo", STOP, "metrics.jsonl", [1]),
 ]
 
 
-@pytest.mark.parametrize("number, file, saved", CUTS)
-def test_a_run_that_is_cut_goes_on(world_dir, tmp_path, complete, number, file, saved):
+@pytest.mark.parametrize("method, number, file, saved", CUTS)
+def test_a_run_that_is_cut_goes_on(
+    world_dir, tmp_path, complete, complete_grpo, method, number, file, saved
+):
     """A first signal in a step waits for its save; an evolution is made again, alone."""
-    run, argv = tmp_path / "run", small_flags(world_dir, tmp_path / "run", steps=4)
-    cut = driver.at_touch(file, number=number)
-    code = driver.go(argv, tmp_path / "log", before=cut, program=program)
+    run, (command, flags_of) = tmp_path / "run", METHODS[method]
+    argv, cut = flags_of(world_dir, run, steps=4), driver.at_touch(file, number=number)
+    code = driver.go(argv, tmp_path / "log", before=cut, program=command)
     assert code == (-number if number == KILL else 130)
     assert [*files.by_step(run / "checkpoints")] == saved
     made = driver.rows(run / "metrics.jsonl")[: len(saved)]
-    assert program(argv) == 0
-    assert state(run) == state(complete)
+    assert command(argv) == 0
+    assert state(run) == state(complete if method == "sgsd" else complete_grpo)
     assert driver.rows(run / "metrics.jsonl")[: len(saved)] == made
 
 

@@ -72,9 +72,8 @@ def test_greedy_replies_are_those_of_sgsd_py_up_to_each_ones_limit(tmp_path, lor
         assert [len(replies[i]) for i in (0, 4)] == [3, 1]
 
 
-def test_sampled_replies_differ_end_on_stop_ids_and_leave_a_steps_settings_alone(tmp_path):
+def test_sampled_replies_differ_and_end_on_stop_ids(tmp_path):
     of_trl = trl_worlds.trainer(settings(tmp_path), trl_worlds.policy(lora=True))
-    before = of_trl.generation_config.to_dict()
     jobs = [job for _ in range(6) for job in jobs_of([40])]
     replies = [tuple(job.ids) for turn in of_trl.stream(jobs, SECOND, 6) for job in turn]
     assert len({*replies}) == 6
@@ -82,16 +81,18 @@ def test_sampled_replies_differ_end_on_stop_ids_and_leave_a_steps_settings_alone
     assert all(ids[-1] == trl_worlds.END or len(ids) == 40 for ids in replies)
     likeliest = replies_of(of_trl.stream, jobs_of([9]), Sampling(temperature=1.1, top_k=1))
     assert likeliest == replies_of(of_trl.stream, jobs_of([9]), GREEDY)
-    assert of_trl.generation_config.to_dict() == before
 
 
 # ------------------------------------------------------------------------------------ by vLLM
 
 
-def test_the_engine_ends_on_every_stop_id(on_vllm):
+def test_the_engine_samples_a_step_as_sgsd_py_and_ends_on_every_stop_id(on_vllm):
     """Of itself it knows those of the tokenizer and of generation_config.json."""
-    given = on_vllm().vllm_generation.generation_kwargs
-    assert given == {"temperature": 1.1, "stop_token_ids": [77, trl_worlds.END]}
+    of_trl = on_vllm()
+    of_trl._tokenize_prompts([x.problem for x in PROBLEMS])
+    wanted = {"temperature": 1.1, "top_p": 0.95, "top_k": 20, "max_tokens": 20}
+    wanted["stop_token_ids"] = [77, trl_worlds.END]
+    assert of_trl.vllm_generation.generation_kwargs == wanted
 
 
 @pytest.mark.parametrize(
@@ -102,14 +103,12 @@ def test_the_engine_writes_replies_with_settings_of_their_own(on_vllm, sampling,
     """All at once, by the present weights; each is cut at its own limit."""
     of_trl = on_vllm()
     engine, jobs = of_trl.vllm_generation, jobs_of([3, 40, 9])
-    of_a_step = dict(engine.generation_kwargs)
     replies = replies_of(of_trl.stream, jobs, sampling, rows=1)
     ((count, given),) = engine.asked
     assert count == 3 and engine.synced == 1
     assert given.items() >= {**drawn, "max_tokens": 40}.items()
     assert given["stop_token_ids"] == [77, trl_worlds.END]
     assert [len(replies[i]) for i in range(3)] == [3, 40, 9]
-    assert engine.generation_kwargs == of_a_step
     of_trl.state.global_step += 1
     replies_of(of_trl.stream, jobs_of([2]), sampling)
     assert engine.synced == 2
@@ -134,6 +133,8 @@ def test_a_context_of_the_engine_that_is_too_short_is_an_error_of_one_line(on_vl
     of_trl = on_vllm("--vllm_max_model_length", "120")
     flag = "--vllm_max_model_length 120"
     conftest.one_line(of_trl.train, flag, kind=command.UserError)
-    of_trl.decode([[1] * 119], GREEDY, 50)  # a reply is cut there, as at its limit
-    call = functools.partial(of_trl.decode, [[1] * 120], GREEDY, 50)
+    long = Job(0, [1] * 119, key=0, tokens_left=50)
+    replies_of(of_trl.stream, [long], GREEDY)  # a reply is cut there, as at its limit
+    long.prompt.append(1)
+    call = functools.partial(replies_of, of_trl.stream, [long], GREEDY)
     conftest.one_line(call, flag, kind=command.UserError)

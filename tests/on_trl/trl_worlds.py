@@ -196,6 +196,15 @@ def small_flags(world_dir, out, **changes):
     return [*words_of(given), "--", *PLAIN]
 
 
+def small_grpo_flags(world_dir, out, **changes):
+    """The same for GRPO, in whose groups both outcomes are."""
+    given = {"short": True, "out": out, "device": "cpu", "lora_rank": 4, "learning_rate": 1e-2}
+    given |= {"model": world_dir / "model", "data": world_dir / "data.jsonl"}
+    given |= {"verifier": "driver:UnevenVerifier", "batch_size": 2, "generations": 2}
+    given |= {"max_new_tokens": 8, "checkpoint_every": 1, "audit_every": 1}
+    return [*words_of(given | changes), "--", *PLAIN]
+
+
 def words_of(given):
     words = []
     for name, value in given.items():
