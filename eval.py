@@ -220,7 +220,7 @@ def load_sets(cfg: EvalConfig) -> Sets:
             problem_field=cfg.problem_field,
             answer_field=cfg.answer_field,
             answer_after=cfg.answer_after,
-            extract=verify.extract_answer if cfg.verifier == EvalConfig.verifier else None,
+            boxed=cfg.verifier == EvalConfig.verifier,
         )
         sets[name] = data[: cfg.limit or None]
     return sets
@@ -258,16 +258,10 @@ def prepare(
         }
         policy.samples = samples_of(policy.settings, sets, prompts, tokenizer, cfg)
         longest = max((sample.job for sample in policy.samples), key=lambda job: len(job.prompt))
-        room = rollout.context_limit(lm) - len(longest.prompt)
-        if room < 1:
+        if len(longest.prompt) >= rollout.context_limit(lm):
             raise ValueError(
                 f"{policy.path}: problem {longest.problem.id} fills the model's context; take it "
                 "out of --data"
-            )
-        if room < cfg.max_new_tokens:
-            print(
-                f"{policy.path}: the longest prompt leaves {room} tokens of the model's context, "
-                f"fewer than --max-new-tokens {cfg.max_new_tokens}"
             )
     for policy in policies:
         held.enter_context(files.locked(policy.folder))

@@ -346,9 +346,9 @@ class Config(Common):
     )
     report_to: str = setting(
         "none",
-        "also send the metrics to this tracker; tensorboard writes to RUN/tensorboard",
+        "also send the metrics to this tracker",
         "looking inside, and memory",
-        choices=("none", "wandb", "tensorboard"),
+        choices=("none", "wandb"),
         free=True,
     )
 

@@ -15,9 +15,8 @@ import filelock
 LOCK = ".lock"  # in a folder that a command uses
 
 
-@contextlib.contextmanager
-def locked(folder: pathlib.Path, seconds: float = 60) -> Iterator[None]:
-    """Lock a folder for this process. If another process holds it, we say so and wait a minute.
+def locked(folder: pathlib.Path, seconds: float = 60) -> contextlib.AbstractContextManager:
+    """Lock a folder for a block. If another process holds it, we say so and wait a minute.
 
     We wait because a restarted job may begin before the old one has ended. The system frees the
     lock when the process ends, however it ends. After the minute filelock raises an OSError.
@@ -25,14 +24,10 @@ def locked(folder: pathlib.Path, seconds: float = 60) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
     lock = filelock.FileLock(folder / LOCK, timeout=seconds)
     try:
-        lock.acquire(timeout=0)
+        return lock.acquire(timeout=0)
     except filelock.Timeout:
         print(f"{folder}: another command uses it; waiting for up to {seconds:g} s", flush=True)
-        lock.acquire()
-    try:
-        yield
-    finally:
-        lock.release()
+        return lock.acquire()
 
 
 @contextlib.contextmanager
@@ -69,17 +64,14 @@ def read_json(path: pathlib.Path) -> Any:
 
 def append_jsonl(path: pathlib.Path, rows: Iterable[dict]) -> None:
     """Append one JSON line per row. A line that a kill has torn is cut off first."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "a+b") as f:
-            if f.tell():
-                f.seek(-1, os.SEEK_END)
-                if f.read() != b"\n":
-                    f.truncate(path.read_bytes().rfind(b"\n") + 1)
-            for row in rows:
-                f.write(json.dumps(row).encode() + b"\n")
-    except OSError as e:
-        raise OSError(f"{path}: {e}") from None
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "a+b") as f:
+        if f.tell():
+            f.seek(-1, os.SEEK_END)
+            if f.read() != b"\n":
+                f.truncate(path.read_bytes().rfind(b"\n") + 1)
+        for row in rows:
+            f.write(json.dumps(row).encode() + b"\n")
 
 
 def read_jsonl(path: pathlib.Path) -> Iterator[dict]:

@@ -424,8 +424,5 @@ def restore(folder: str | Path, model, optimizer: Optimizer | None = None) -> di
         for name, p in trained(model).items() if has_moments else []:
             optimizer.state[p]["step"] = state.pop(f"{name}.step")  # AdamW keeps it on the CPU
             for part in ("exp_avg", "exp_avg_sq"):
-                moment = state.pop(f"{name}.{part}").to(p.device)
-                if moment.shape != p.shape:
-                    raise ValueError(f"trainer.safetensors: {name}.{part} has another shape")
-                optimizer.state[p][part] = moment
+                optimizer.state[p][part] = state.pop(f"{name}.{part}").to(p.device)
     return {name: x.to(causal_lm(model).device) for name, x in state.items()}

@@ -6,11 +6,10 @@ Also here: the check that no training problem is in an evaluation set, and a ste
 import hashlib
 import itertools
 import json
-import logging
 import pathlib
 import re
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -45,7 +44,7 @@ def load_problems(
     problem_field: str = "problem",
     answer_field: str = "answer",
     answer_after: str = "",
-    extract: Callable[[str], str | None] | None = None,
+    boxed: bool = False,
     unique: bool = True,
 ) -> tuple[list[Problem], dict[str, int]]:
     """Read problems, in order, and count what was dropped.
@@ -55,7 +54,7 @@ def load_problems(
 
     source: a JSONL or parquet file, HUB_ID or HUB_ID:CONFIGURATION, or a folder in the hub's
     layout. Hub and folder have splits. answer_after: the mark before an answer, as GSM8K's "####".
-    extract: finds the answer in a completion. We refuse a reference that it cannot find in a box.
+    boxed: whether a solution has its answer in a box: we refuse a reference of several lines.
     unique: keep one copy of a problem, and none if the answers of its copies differ.
 
     Returns the problems, whose ids all differ, and the counts: rows, not_english, duplicates,
@@ -67,7 +66,7 @@ def load_problems(
     conflicting: set[str] = set()
     for index, (where, row) in enumerate(_rows(source, split)):
         try:
-            x = _problem(row, index, problem_field, answer_field, answer_after, extract)
+            x = _problem(row, index, problem_field, answer_field, answer_after, boxed)
         except ValueError as e:
             raise ValueError(f"{where}: {e}") from None
         counts["rows"] += 1
@@ -96,7 +95,7 @@ def _problem(
     problem_field: str,
     answer_field: str,
     answer_after: str,
-    extract: Callable[[str], str | None] | None,
+    boxed: bool,
 ) -> Problem:
     """One row as a problem. ValueError for what `load_problems` refuses."""
     if not isinstance(row, dict):
@@ -106,18 +105,13 @@ def _problem(
     problem, answer = _text(row, problem_field), _text(row, answer_field)
     if answer_after:
         _, mark, rest = answer.rpartition(answer_after)
-        if not mark or _is_blank(rest):
+        if not mark or not rest.strip():
             raise ValueError(f"nothing follows --answer-after {answer_after!r} in {answer!r:.60}")
         answer = rest.strip()
-    if extract and ("####" in answer or "\n" in answer):
+    if boxed and ("####" in answer or "\n" in answer):
         raise ValueError(
             f"the reference holds more than the answer: ...{answer[-40:]!r}; name the mark before "
             "the answer by --answer-after, or write it in one line"
-        )
-    is_a_sign = not any(map(str.isalnum, answer))
-    if extract and is_a_sign and extract(rf"\boxed{{{answer}}}") != answer:
-        raise ValueError(
-            f"no \\boxed{{}} can hold the reference {answer!r}; correct or drop the row"
         )
     extra = {name: value for name, value in row.items() if name != "id"}
     return Problem(str(row.get("id", index)), problem, answer, extra)
@@ -128,17 +122,12 @@ def _text(row: dict, name: str) -> str:
     value = row.get(name)
     if type(value) is int or (isinstance(value, float) and value.is_integer()):
         value = str(int(value))
-    if not isinstance(value, str) or _is_blank(value):
+    if not isinstance(value, str) or not value.strip():
         raise ValueError(
             f"`{name}` must be a text or integer, got {value!r:.40}; the row has {', '.join(row)}; "
             "--problem-field and --answer-field read other fields"
         )
     return value.strip()
-
-
-def _is_blank(text: str) -> bool:
-    """Whether there is nothing to see in a text: blanks, or marks such as a zero-width space."""
-    return not any(sign.isprintable() for sign in text.replace(" ", ""))
 
 
 def _dapo(row: dict, problem_field: str, answer_field: str) -> dict:
@@ -183,14 +172,11 @@ def _json_rows(file: pathlib.Path) -> Iterator[tuple[str, Any]]:
 def _hub_rows(source: str, *where: str, **options: Any) -> Iterator[tuple[str, dict]]:
     """(where, row) for each row of `datasets.load_dataset(*where, **options)`.
 
-    Without a network the library tries to reach the hub for half a minute, and then looks into its
-    cache.
+    Without a network the library tries to reach the hub for half a minute, says so, and then looks
+    into its cache.
     """
     import datasets  # only hub ids, folders and parquet need it
 
-    datasets.disable_progress_bars()
-    datasets.logging.set_verbosity(logging.CRITICAL)  # its errors are in the exception
-    logging.getLogger("huggingface_hub").setLevel(logging.CRITICAL)
     try:
         data = datasets.load_dataset(*where, **options)
         # DAPO has 1.8 million rows; one by one is slow.

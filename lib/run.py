@@ -77,7 +77,7 @@ class Run:
     clock: runlog.Stopwatch = field(default_factory=runlog.Stopwatch)  # times the present step
     metrics: list[dict] = field(default_factory=list)  # rows of this command's steps
     left_out: bool = False  # whether a teacher was, as its prompt was too long
-    track: Callable[[dict], object] = runlog.ignore  # sends a row to rank 0's tracker
+    track: Any = None  # rank 0 sends each row of metrics.jsonl there, by `open_tracker`
 
     @classmethod
     @contextlib.contextmanager
@@ -152,13 +152,9 @@ class Run:
         files.write_json(self.out / "problems.json", fingerprints)
         if self.bank is not None:
             replace(self.bank, window=[]).save(self.out / "bank" / files.BANK)
-        self.track = runlog.open_tracker(self.out, self.about, self.step)  # it may fail
+        self.track = runlog.open_tracker(self.out, self.about)  # it may fail
         learn = sum(p.numel() for p in model.trained(self.lm).values()) if self.cfg.steps else 0
         print(f"model {self.cfg.model}: {learn:,} of {self.lm.num_parameters():,} parameters learn")
-        if "eps_a" in self.cfg.rules():  # the methods with a mask
-            masked = sorted(self.format_ids | {*self.stops})
-            texts = " ".join(repr(self.tokenizer.decode([i])) for i in masked[:40])
-            print(f"token mask: {len(masked)} formatting and special ids (S2): {texts}")
         for again in self.about["continuations"][-1:]:
             after = f"continues after step {self.step}" if self.step else "starts with step 1"
             print(*[f"changed: {line}" for line in again["changed"]], after, sep="\n")
@@ -268,18 +264,11 @@ def leave_out_long(
     """Leave out problems whose prompts exceed --max-prompt-tokens or the model's context (S35).
 
     student_prompt(run, problem): the ids of a problem's plain prompt. reply: tokens that the
-    context must leave for a solution. ValueError if no problem is left. A problem adds at most as
-    many tokens to the empty prompt as it has bytes, so we tokenize hardly any.
+    context must leave for a solution. ValueError if no problem is left.
     """
-    context, empty = rollout.context_limit(run.lm), len(student_prompt(run, ""))
+    context = rollout.context_limit(run.lm)
     room, wanted = min(run.cfg.max_prompt_tokens, context - reply), context - run.cfg.max_new_tokens
-
-    def length(x: Problem) -> int:
-        """Of its prompt; more if even that many tokens are few enough."""
-        most = empty + len(x.problem.encode("utf-8", "replace"))
-        return most if most <= min(room, wanted) else len(student_prompt(run, x.problem))
-
-    lengths = [length(x) for x in run.problems]
+    lengths = [len(student_prompt(run, x.problem)) for x in run.problems]
     kept = [x for x, tokens in zip(run.problems, lengths) if tokens <= room]
     long = len(run.problems) - len(kept)
     short = sum(wanted < tokens <= room for tokens in lengths)
@@ -428,7 +417,7 @@ def load_training(cfg: Config) -> list[Problem]:
         problem_field=cfg.problem_field,
         answer_field=cfg.answer_field,
         answer_after=cfg.answer_after,
-        extract=verify.extract_answer if cfg.verifier == Config.verifier else None,
+        boxed=cfg.verifier == Config.verifier,
     )
     print(f"data {cfg.data}:", ", ".join(f"{n} {name}" for name, n in counts.items()))
     problems.refuse_overlap(data, f"--data {cfg.data}")

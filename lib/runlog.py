@@ -1,7 +1,7 @@
 """What a run records: a row per rollout, audit and step, the printed line, and its provenance.
 
-In this module, only the trackers (Weights & Biases, TensorBoard) write files. docs/metrics.md
-explains every number.
+In this module, only the tracker (Weights & Biases) writes files. docs/metrics.md explains every
+number.
 """
 
 import contextlib
@@ -269,37 +269,20 @@ def warnings_after(steps: Sequence[dict[str, Any]], cfg: Any) -> list[str]:
 # ------------------------------------------------------------------------ trackers and provenance
 
 
-def ignore(metrics: dict[str, Any]) -> None:
-    """The tracker of "none"."""
+def open_tracker(out: pathlib.Path, about: dict[str, Any]) -> Callable[[dict[str, Any]], object]:
+    """A function that sends a row of metrics.jsonl to Weights & Biases, if --report-to says so.
 
-
-def open_tracker(
-    out: pathlib.Path, about: dict[str, Any], step: int
-) -> Callable[[dict[str, Any]], object]:
-    """A tracker, as a function that takes each row of metrics.jsonl.
-
-    out: the run's folder. about: its config.json, by whose id wandb continues a run. step: the
-    last complete step; TensorBoard drops all that came after it. ImportError if --report-to is not
-    installed.
+    out: the run's folder. about: its config.json, by whose id wandb continues a run. ImportError if
+    wandb is not installed.
     """
     settings = about["settings"]
-    if settings["report_to"] == "wandb":
-        import wandb
+    if settings["report_to"] == "none":
+        return lambda m: None
+    import wandb
 
-        given = {"name": out.name, "id": about["id"], "dir": str(out), "config": settings}
-        wandb.init(project="sgsd", resume="allow", **given)
-        return lambda m: wandb.log(m, step=m["step"])
-    if settings["report_to"] == "tensorboard":
-        from torch.utils.tensorboard import SummaryWriter
-
-        board = SummaryWriter(str(out / "tensorboard"), purge_step=step + 1, flush_secs=10)
-
-        def add(m: dict[str, Any]) -> None:
-            for name, x in m.items():
-                board.add_scalar(name, x, m["step"])
-
-        return add
-    return ignore
+    given = {"name": out.name, "id": about["id"], "dir": str(out), "config": settings}
+    wandb.init(project="sgsd", resume="allow", **given)
+    return lambda m: wandb.log(m, step=m["step"])
 
 
 def provenance() -> dict[str, Any]:

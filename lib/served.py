@@ -10,9 +10,7 @@ an adapter and not apply it (vllm#55193): then the samples are the base's.
 
 import contextlib
 import os
-import re
 import textwrap
-import threading
 import uuid
 from collections.abc import Iterator, Sequence
 from multiprocessing.pool import ThreadPool
@@ -23,7 +21,6 @@ import requests
 import urllib3
 
 PAUSE_S = 1.0  # we repeat a failed completion at once, then after 2, 4, ... 64 times as long
-QUICK_S = 300.0  # the longest wait for any other reply
 urllib3.connectionpool.log.setLevel("ERROR")  # else it prints each try of each request
 
 
@@ -46,8 +43,6 @@ class Server:
         *,
         timeout_s: float = 3600.0,
     ):
-        if not re.fullmatch(r"https?://[^/\s]+/v1", url):
-            raise ValueError(f"server {url}: give an address such as http://localhost:8000/v1")
         self.url, self.model, self.stops = url, model, stops
         self.context, self.timeout_s = context, timeout_s
         self.base = model  # its name on the server, after `check`
@@ -94,18 +89,16 @@ class Server:
         replies under way have been yielded.
         """
         errors: list[OSError] = []
-        ending = threading.Event()
         for job in jobs:
             job.tokens_left = int(max(0, min(job.tokens_left, self.context - len(job.prompt))))
 
         def complete(job):
             """In a thread: fill in a job, or leave it as it is after an error of any job."""
             try:
-                if job.tokens_left and not ending.is_set():
-                    self._complete(job, sampling, adapter or self.base, patience(ending))
+                if job.tokens_left and not errors:
+                    self._complete(job, sampling, adapter or self.base)
             except OSError as e:
                 errors.append(e)
-                ending.set()  # requests that wait for their next try give up
             return job
 
         # The pool's threads are daemons: an interrupted program does not wait for replies.
@@ -116,7 +109,7 @@ class Server:
         if errors:
             raise errors[0]
 
-    def _complete(self, job, sampling, model: str, retries: urllib3.Retry) -> None:
+    def _complete(self, job, sampling, model: str) -> None:
         """Fill in a job. The request sets every sampling field: a server's own have no effect."""
         body = {
             "model": model,
@@ -132,6 +125,14 @@ class Server:
             "stop_token_ids": list(self.stops),
             "return_token_ids": True,
         }
+        retries = Patience(
+            7,
+            backoff_factor=PAUSE_S,
+            status_forcelist=[429, *range(500, 600)],
+            allowed_methods=None,
+            raise_on_status=False,
+            respect_retry_after_header=False,
+        )
         with self._json(self._ask("/completions", body, self.timeout_s, retries)) as reply:
             choice, usage = reply["choices"][0], reply.get("usage") or {}
             ids, reason = choice.get("token_ids"), choice["finish_reason"]
@@ -159,7 +160,7 @@ class Server:
         self,
         path: str,
         body: dict | None = None,
-        timeout_s: float = 0.0,
+        timeout_s: float = 300.0,
         retries: urllib3.Retry | int = 0,
         hint: str = "",
     ) -> requests.Response:
@@ -173,7 +174,7 @@ class Server:
                     json=body,
                     headers={"Authorization": f"Bearer {self.key}"} if self.key else None,
                     auth=lambda request: request,  # else a login in ~/.netrc replaces the key
-                    timeout=(30, timeout_s or QUICK_S),  # to connect, to reply
+                    timeout=(30, timeout_s),  # to connect, to reply
                 )
             except requests.RequestException as e:
                 raise self._error(f"no reply at {path}: {e}") from None
@@ -187,28 +188,13 @@ class Server:
         return OSError(f"{self.url}: {textwrap.shorten(hidden, 300, placeholder=' ...')}{hint}")
 
 
-def patience(ending: threading.Event) -> urllib3.Retry:
-    """Seven more tries after a 429, a 5xx, or a connection that was lost before a reply began; none
-    once `ending` is set."""
+class Patience(urllib3.Retry):
+    """More tries after a 429, a 5xx, or a connection that was lost before a reply began."""
 
-    class Patience(urllib3.Retry):
-        def increment(self, *args: Any, **options: Any) -> Any:
-            if isinstance(options.get("error"), urllib3.exceptions.ReadTimeoutError):
-                raise options["error"]  # a server that is silent is not worth another wait
-            return super().increment(*args, **options)
-
-        def sleep(self, response: Any = None) -> None:
-            if ending.wait(self.get_backoff_time()):
-                raise requests.RequestException("another request has failed")
-
-    return Patience(
-        7,
-        backoff_factor=PAUSE_S,
-        status_forcelist=[429, *range(500, 600)],
-        allowed_methods=None,
-        raise_on_status=False,
-        respect_retry_after_header=False,
-    )
+    def increment(self, *args: Any, **options: Any) -> Any:
+        if isinstance(options.get("error"), urllib3.exceptions.ReadTimeoutError):
+            raise options["error"]  # a server that is silent is not worth another wait
+        return super().increment(*args, **options)
 
 
 def whole_name(name: str) -> str:

@@ -159,7 +159,7 @@ def test_an_adapter_needs_its_base_and_a_folder(world_dir, tmp_path, uninterrupt
 def test_a_tracker_that_fails_as_it_starts_leaves_a_folder_that_can_begin(world_dir, tmp_path):
     """wandb makes its folder first, and raises where it finds no network."""
 
-    def fails(out, about, step):
+    def fails(out, about):
         (out / "wandb").mkdir(exist_ok=True)
         raise OSError("no network")
 
