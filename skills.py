@@ -189,12 +189,9 @@ def _check_entries(entries: Any, key: str, where: str) -> None:
     rule = ": each must be a text that is not blank (App. C)"
     _check_rows(entries, (KINDS[key].id_field, *KINDS[key].fields), where, rule)
     ids = [entry[KINDS[key].id_field] for entry in entries]
-    for i, entry in enumerate(entries):
-        sources = entry.get("sources") or []
-        if not isinstance(sources, list) or not all(isinstance(x, str) for x in sources):
-            raise ValueError(f"{where}[{i}] has sources that are no list of strings")
-        if ids[i] in ids[:i]:
-            raise ValueError(f"{where}[{i}] needs an id of its own, got {ids[i]} again")
+    for i, id_ in enumerate(ids):
+        if id_ in ids[:i]:
+            raise ValueError(f"{where}[{i}] needs an id of its own, got {id_} again")
 
 
 def _check_rows(rows: Any, names: Sequence[str], where: str, rule: str = "") -> None:

@@ -192,8 +192,13 @@ def compare(folders: Sequence[pathlib.Path]) -> None:
 def arguments(argv: Sequence[str] | None = None) -> list[pathlib.Path]:
     """The FOLDERs of a command line; bad input exits with code 2."""
     parser = command.Parser("-m extras.compare", "FOLDER [FOLDER ...]", __doc__)
-    about = "a run, a folder of evaluations, or one evaluation"
-    parser.add_argument("folders", nargs="+", type=pathlib.Path, metavar="FOLDER", help=about)
+    parser.add_argument(
+        "folders",
+        nargs="+",
+        type=pathlib.Path,
+        metavar="FOLDER",
+        help="a run, a folder of evaluations, or one evaluation",
+    )
     return parser.parse_args(argv).folders
 
 

@@ -37,17 +37,6 @@ Banks = dict[int, skills.SkillBank]  # by the step after which each came into us
 Ledger = dict[tuple[str, str], dict]  # by kind and id
 
 
-def arguments(argv: Sequence[str] | None = None) -> Namespace:
-    """The command line's settings; bad input exits with code 2."""
-    usage = "RUN [RUN ...] [--FLAG VALUE ...]"
-    parser = command.Parser("-m extras.report", usage, __doc__)
-    add = parser.add_argument
-    add("runs", nargs="+", type=pathlib.Path, metavar="RUN", help="a run's directory")
-    page = "the page (default: report.html, in the run if there is one)"
-    add("--out", type=pathlib.Path, metavar="FILE", help=page)
-    return parser.parse_args(argv)
-
-
 def number(x: Any, digits: int = 6) -> Any:
     """For the page: floats to `digits` significant digits, nan and inf as None, all else as is."""
     if isinstance(x, float):
@@ -58,11 +47,6 @@ def number(x: Any, digits: int = 6) -> Any:
 # ------------------------------------------------------------------------------------ the ledger
 
 
-def load_banks(run: pathlib.Path) -> Banks:
-    versions = files.by_step(run / "bank")
-    return {step: skills.SkillBank.load(path) for step, path in versions.items()}
-
-
 def about(run: pathlib.Path) -> dict[str, Any]:
     """A run's config.json; ValueError if there is none."""
     if not run.is_dir():
@@ -71,11 +55,6 @@ def about(run: pathlib.Path) -> dict[str, Any]:
     if "settings" not in read:
         raise ValueError(f"{run}: its config.json is no run's; give a run such as runs/sgsd")
     return read
-
-
-def updates_of(bank: skills.SkillBank) -> list[dict]:
-    """The records of a bank's evolutions, oldest first."""
-    return bank.metadata.get("updates", [])
 
 
 def ledger(banks: Banks, rollouts: list[dict]) -> Ledger:
@@ -158,7 +137,7 @@ def history(banks: Banks, rows: Ledger) -> list[dict]:
     events: list[dict] = []
     count = 0  # evolutions before this version, which has none itself if the success gate closed
     for before, (step, bank) in zip([None, *banks], banks.items()):
-        updates = updates_of(bank)
+        updates = bank.metadata.get("updates", [])  # a record of each evolution
         update = updates[-1] if events and len(updates) > count else {}
         mark = "new" if events else "start"
         changes = [[mark, x["kind"], named(x)] for x in rows.values() if x["first"] == step]
@@ -229,7 +208,7 @@ def summary(
     heading = f"{metrics[-1]['step'] if metrics else 0} of {steps} steps on {source}"
     size = min(math.ceil(WINDOW_PROBLEMS / settings["batch_size"]), len(metrics) // 2) or 1
     parts = [metrics[:size], metrics[-size:]][: len(metrics)]  # one part if there is one step
-    rows = [[heading, *map(in_steps, parts)]]
+    rows = [[heading, *[f"steps {x[0]['step']} to {x[-1]['step']}" for x in parts]]]
     columns = [numbers_of(part) for part in parts]
     for label in columns[0] if columns else []:
         rows.append([label, *[column[label] for column in columns]])
@@ -254,11 +233,6 @@ def numbers_of(steps: list[dict]) -> dict[str, str]:
         cells[f"teachers {fate}"] = f"{mean[f'rho_{fate}'] / teachers:.0%}" if teachers else "-"
     cells["solutions cut at the limit"] = f"{mean['truncated']:.0%}"
     return cells | {"tokens of a solution": f"{mean['completion_tokens']:.0f}"}
-
-
-def in_steps(rows: list[dict]) -> str:
-    first, last = rows[0]["step"], rows[-1]["step"]
-    return f"step {first}" if first == last else f"steps {first} to {last}"
 
 
 def rows_of_evaluations(run: pathlib.Path) -> list[list[str]]:
@@ -332,7 +306,8 @@ def collect(run: pathlib.Path) -> dict:
     tokens, rollouts, metrics = (
         list(files.read_jsonl(run / f"{name}.jsonl")) for name in reversed(runlog.LOGS)
     )
-    banks = load_banks(run)  # after the rollouts, which use their entries
+    # We read the banks after the rollouts, which use their entries.
+    banks = {k: skills.SkillBank.load(path) for k, path in files.by_step(run / "bank").items()}
     by_id = ledger(banks, rollouts)
     counted = {"step": rollouts[-1]["step"] if rollouts else 0, "entries": [*by_id.values()]}
     files.write_json(run / "ledger.json", counted)
@@ -401,6 +376,21 @@ def write(runs: list[pathlib.Path], out: pathlib.Path) -> list[dict]:
 
 
 # ------------------------------------------------------------------------------------ the command
+
+
+def arguments(argv: Sequence[str] | None = None) -> Namespace:
+    """The command line's settings; bad input exits with code 2."""
+    parser = command.Parser("-m extras.report", "RUN [RUN ...] [--FLAG VALUE ...]", __doc__)
+    parser.add_argument(
+        "runs", nargs="+", type=pathlib.Path, metavar="RUN", help="a run's directory"
+    )
+    parser.add_argument(
+        "--out",
+        type=pathlib.Path,
+        metavar="FILE",
+        help="the page (default: report.html, in the run if there is one)",
+    )
+    return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

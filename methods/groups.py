@@ -68,7 +68,6 @@ class GroupConfig(MethodConfig):
     generations: int = setting(8, "G: solutions sampled for each problem; Tab. 11", least=2)
 
 
-Numbers = dict[str, Tensor]  # detached, by their names in the logs
 Losses = Iterable[tuple[Any, ...]]  # (loss, numbers, token_numbers) of a problem's solutions
 StudentPrompt = Callable[[Any, Problem, list[SkillPair]], list[int]]
 Retrieve = Callable[[Any, int, Problem], list[SkillPair]]

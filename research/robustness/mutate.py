@@ -84,12 +84,6 @@ CHANGES = {
         Change(
             "(len(groups[-1]) + 1) <= budget", "len(groups[-1]) <= budget", "spec/scoring packs"
         ),
-        Change(
-            "rows = 4 if logits_nV",
-            "rows = 8 if logits_nV",
-            "spec/scoring eq5",
-            "how many positions go together changes no log-probability",
-        ),
     ],
     "rollout.py": [
         Change("x_BV < least_B1", "x_BV <= least_B1", "spec/rollout by_hand"),

@@ -124,7 +124,6 @@ WRONG = [
     (bank_text([], [{**MISTAKE, "how_to_avoid": " \n"}]), "common_mistakes[0] lacks how_to_avoid:"),
     (bank_text([{"title": "t"}]), "general_skills[0] lacks skill_id, principle, when_to_apply:"),
     (bank_text([SKILL] * 2), "general_skills[1]"),
-    (bank_text([{**SKILL, "sources": [3, "p1"]}]), "general_skills[0] has sources"),
     (bank_text(metadata=None), "metadata"),
     (bank_text(metadata={"updates": [3]}), "updates"),
     (bank_text(window=[ROW, {"problem": "?", "r": 1}]), "window[1]"),
