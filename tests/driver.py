@@ -39,7 +39,6 @@ from dataclasses import fields
 from unittest import mock
 
 import conftest  # noqa: F401  (one thread, and the project on the path)
-import pytest
 import torch
 from tqdm import tqdm
 
@@ -220,8 +219,6 @@ def refused(program, argv, *words):
 
     A progress bar may stand before it.
     """
-    if isinstance(program, pytest.CaptureFixture):  # as tests/on_trl still calls it
-        program, argv, *words = argv, *words
     code, _, err = called(program, argv)
     lines = [x for x in re.split(r"[\r\n]", err) if x.strip() and "it/s]" not in x]
     assert code == 2 and len(lines) == 1 and "Traceback" not in err, err
@@ -369,23 +366,3 @@ def equal(out, other, *parts):
         if not parts or any(part in name for part in parts):
             assert ours[name] == theirs[name], name
     assert not list(out.rglob("*.tmp"))
-
-
-# --------------------------------------------------------- as tests/on_trl still calls the above
-
-
-def go(argv, log, before, program):
-    def watched(argv):
-        before()
-        return program(argv)
-
-    return wait(start(argv, log, watched))
-
-
-def at_touch(name, nth=1, number=signal.SIGKILL):
-    return lambda: stopped_at(name, nth, number, lambda argv: 0)([])
-
-
-def two(argv, path, program):
-    run_two(argv, program)
-    return [0, 0]

@@ -65,13 +65,13 @@ def overflowing(steps):
     return of_batch
 
 
-def test_a_bad_step_moves_no_weight_and_a_third_ends_it(world_dir, tmp_path, monkeypatch, capsys):
+def test_a_bad_step_moves_no_weight_and_a_third_ends_it(world_dir, tmp_path, monkeypatch):
     """S34: the two before are not in a row. The same command goes on."""
     run, changes = tmp_path / "run", {"steps": 8, "checkpoint_every": 1, "evolve_every": 0}
     argv = trl_worlds.small_flags(world_dir, run, **changes)
     with monkeypatch.context() as patch:
         patch.setattr(on_trl.SGSDTrainer, "results", overflowing([2, 3, 5, 6, 7]))
-        driver.refused(capsys, on_trl.main, argv, "last 3 steps", "--learning-rate")
+        driver.refused(on_trl.main, argv, "last 3 steps", "--learning-rate")
     driver.completes(on_trl.main, argv)
     checkpoints = [*files.by_step(run / "checkpoints").values()]
     weights = [(path / "adapter_model.safetensors").read_bytes() for path in checkpoints]
@@ -109,12 +109,12 @@ def test_an_infinite_gradient_on_one_process_leaves_out_the_step_on_both(tmp_pat
 
 
 @pytest.fixture
-def refused(world_dir, tmp_path, capsys):
+def refused(world_dir, tmp_path):
     """Call it with settings and TRL's words: the command is refused in one line with `said`."""
 
     def call(said, words=(), **changes):
         argv = trl_worlds.small_flags(world_dir, tmp_path / "run", **changes)
-        driver.refused(capsys, on_trl.main, [*argv, *words], *said.split())
+        driver.refused(on_trl.main, [*argv, *words], *said.split())
         assert not (tmp_path / "run/config.json").exists()
 
     return call
@@ -186,19 +186,19 @@ def test_one_process_that_sees_several_gpus_is_refused(tmp_path, monkeypatch):
 # ------------------------------------------------------------------------------------- folders
 
 
-def test_other_runs_are_refused_and_stay_as_they_are(world_dir, tmp_path, uninterrupted, capsys):
+def test_other_runs_are_refused_and_stay_as_they_are(world_dir, tmp_path, uninterrupted):
     """What is refused stays as it is."""
     run, own = tmp_path / "run", shutil.copytree(uninterrupted, tmp_path / "own")
     driver.completes(on_trl.main, trl_worlds.small_flags(world_dir, run, steps=1))
     before = driver.contents(tmp_path)
-    driver.refused(capsys, sgsd.main, driver.flags(world_dir, run), "on_trl", str(run))
+    driver.refused(sgsd.main, driver.flags(world_dir, run), "on_trl", str(run))
     for out, said, changes in (
         (own, "sgsd.py", {}),
         (run, "--tau-g", {"tau_g": 2.0}),
         (run, "--full", {"full": True}),
     ):
         argv = trl_worlds.small_flags(world_dir, out, steps=2, **changes)
-        driver.refused(capsys, on_trl.main, argv, said, "--out", str(out))
+        driver.refused(on_trl.main, argv, said, "--out", str(out))
     assert driver.contents(tmp_path) == before
 
 

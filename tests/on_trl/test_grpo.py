@@ -234,15 +234,15 @@ REFUSED = [  # settings, TRL's words, and words of the line
 
 
 @pytest.mark.parametrize("changes, words, said", REFUSED)
-def test_what_it_would_leave_out_is_refused(world_dir, tmp_path, capsys, changes, words, said):
+def test_what_it_would_leave_out_is_refused(world_dir, tmp_path, changes, words, said):
     if "model" in changes:
         changes = {"model": conftest.save_model(tmp_path / "lm", changes["model"])}
     argv = [*small_flags(world_dir, tmp_path, **changes), "--", *words.split()]
-    driver.refused(capsys, grpo_on_trl.main, argv, *said.split())
+    driver.refused(grpo_on_trl.main, argv, *said.split())
     assert not (tmp_path / "run/config.json").exists()
 
 
-def test_other_runs_are_refused_and_stay(world_dir, tmp_path, uninterrupted, capsys):
+def test_other_runs_are_refused_and_stay(world_dir, tmp_path, uninterrupted):
     """One of the former program has TRL's checkpoints in its folder, which go on no more."""
     own, older = tmp_path / "run", tmp_path / "older"
     argv = small_flags(world_dir, tmp_path, steps=1)
@@ -258,7 +258,7 @@ def test_other_runs_are_refused_and_stay(world_dir, tmp_path, uninterrupted, cap
     ):
         before = driver.contents(out)
         argv = small_flags(world_dir, tmp_path, **({"steps": 1, "out": out} | changes))
-        driver.refused(capsys, grpo_on_trl.main, argv, said, "--out", str(out))
+        driver.refused(grpo_on_trl.main, argv, said, "--out", str(out))
         assert driver.contents(out) == before
 
 

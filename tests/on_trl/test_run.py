@@ -147,7 +147,7 @@ def test_it_begins_with_the_weights_of_another_runs_checkpoint(world_dir, tmp_pa
 # ------------------------------------------------------------------------------------ going on
 
 
-def test_more_steps_go_on_by_their_own_schedule(world_dir, run, tmp_path, monkeypatch):
+def test_more_steps_go_on_by_their_own_schedule(world_dir, run, monkeypatch):
     """Layout may change on the way, and how many checkpoints stay."""
     rates = []
 
@@ -158,7 +158,7 @@ def test_more_steps_go_on_by_their_own_schedule(world_dir, run, tmp_path, monkey
     program(small_flags(world_dir, run, steps=5, keep_last=2))
     assert [*files.by_step(run / "checkpoints")] == [4, 5]
     argv = small_flags(world_dir, run, steps=6, backward_rows=1, score_rows=2)
-    assert driver.two(argv, tmp_path, program=program) == [0, 0]
+    driver.run_two(argv, program)
     logged = [row["learning_rate"] for row in driver.rows(run / "metrics.jsonl")]
     assert rates == pytest.approx([1e-2 / 5]) == logged[4:5]
     assert logged == pytest.approx([1e-2, 7.5e-3, 5e-3, 2.5e-3, 1e-2 / 5, 1e-2 / 6])
@@ -190,9 +190,8 @@ def test_a_run_that_is_cut_goes_on(
 ):
     """A first signal in a step waits for its save; an evolution is made again, alone."""
     run, (command, flags_of) = tmp_path / "run", METHODS[method]
-    argv, cut = flags_of(world_dir, run, steps=4), driver.at_touch(file, number=number)
-    code = driver.go(argv, tmp_path / "log", before=cut, program=command)
-    assert code == (-number if number == KILL else 130)
+    argv, ends = flags_of(world_dir, run, steps=4), -number if number == KILL else 130
+    driver.run(argv, driver.stopped_at(file, by=number, program=command), ends)
     assert [*files.by_step(run / "checkpoints")] == saved
     made = driver.rows(run / "metrics.jsonl")[: len(saved)]
     assert command(argv) == 0
