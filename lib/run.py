@@ -77,7 +77,7 @@ class Run:
     clock: runlog.Stopwatch = field(default_factory=runlog.Stopwatch)  # times the present step
     metrics: list[dict] = field(default_factory=list)  # rows of this command's steps
     left_out: bool = False  # whether a teacher was, as its prompt was too long
-    track: Any = None  # rank 0 sends each row of metrics.jsonl there, by `open_tracker`
+    track: Callable[[dict], object] | None = None  # sends a row to rank 0's tracker
 
     @classmethod
     @contextlib.contextmanager
@@ -175,7 +175,8 @@ class Run:
             self.log_rows(name, lines)
         late = sum(distributed.all_gather(self.verifier.timeouts, self.world))
         if self.world.main:
-            self.track(self.metrics[-1])
+            if self.track:
+                self.track(self.metrics[-1])
             warnings = runlog.warnings_after(self.metrics, self.cfg)
             for line in [runlog.log_line(metrics, self.cfg.steps, late), *warnings]:
                 tqdm.write(line)

@@ -269,15 +269,17 @@ def warnings_after(steps: Sequence[dict[str, Any]], cfg: Any) -> list[str]:
 # ------------------------------------------------------------------------ trackers and provenance
 
 
-def open_tracker(out: pathlib.Path, about: dict[str, Any]) -> Callable[[dict[str, Any]], object]:
-    """A function that sends a row of metrics.jsonl to Weights & Biases, if --report-to says so.
+def open_tracker(
+    out: pathlib.Path, about: dict[str, Any]
+) -> Callable[[dict[str, Any]], object] | None:
+    """What sends a row of metrics.jsonl to Weights & Biases; None without --report-to.
 
     out: the run's folder. about: its config.json, by whose id wandb continues a run. ImportError if
     wandb is not installed.
     """
     settings = about["settings"]
     if settings["report_to"] == "none":
-        return lambda m: None
+        return None
     import wandb
 
     given = {"name": out.name, "id": about["id"], "dir": str(out), "config": settings}

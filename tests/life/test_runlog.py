@@ -146,7 +146,8 @@ def test_a_tracker_gets_a_steps_numbers_and_goes_on_with_a_run(tmp_path, monkeyp
     wandb = mock.Mock()
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     record = {"settings": {"report_to": "wandb"}, "id": "0a1b"}
-    runlog.open_tracker(tmp_path / "run", record)({"step": 4, "loss": 0.5})
+    track = runlog.open_tracker(tmp_path / "run", record)
+    track({"step": 4, "loss": 0.5})
     wandb.log.assert_called_once_with({"step": 4, "loss": 0.5}, step=4)
     given = wandb.init.call_args.kwargs
     assert (given["name"], given["resume"], given["id"]) == ("run", "allow", "0a1b")
