@@ -129,6 +129,7 @@ def trainer(cfg, lm, rows=None, callbacks=None, words=PLAIN):
             tokenizer=conftest.make_tokenizer(),
             bank=conftest.make_bank(),
             embed=conftest.fake_embed,
+            track=lambda row: None,
         )
     given = given_rollouts(rows) if rows else None
     args = on_trl.settings_of(cfg, words, world)
