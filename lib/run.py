@@ -155,6 +155,10 @@ class Run:
         self.track = runlog.open_tracker(self.out, self.about)  # it may fail
         learn = sum(p.numel() for p in model.trained(self.lm).values()) if self.cfg.steps else 0
         print(f"model {self.cfg.model}: {learn:,} of {self.lm.num_parameters():,} parameters learn")
+        if "eps_a" in self.cfg.rules():  # the methods with a mask
+            masked = sorted(self.format_ids | {*self.stops})
+            texts = " ".join(repr(self.tokenizer.decode([i])) for i in masked[:40])
+            print(f"token mask: {len(masked)} formatting and special ids (S2): {texts}")
         for again in self.about["continuations"][-1:]:
             after = f"continues after step {self.step}" if self.step else "starts with step 1"
             print(*[f"changed: {line}" for line in again["changed"]], after, sep="\n")
