@@ -354,7 +354,7 @@ def judged_by(x: Problem, cfg: EvalConfig) -> list:
 
 def missing_samples(policy: Policy) -> list[Sample]:
     """The samples of a policy that its samples.jsonl lacks."""
-    drawn = {row["digest"] for row in files.read_jsonl(policy.folder / "samples.jsonl")}
+    drawn = {row.get("digest") for row in files.read_jsonl(policy.folder / "samples.jsonl")}
     return [sample for sample in policy.samples if sample.row["digest"] not in drawn]
 
 
@@ -525,7 +525,7 @@ def evaluate(cfg: EvalConfig, world: World) -> None:
 
 def write_results(policy: Policy, sets: Sets, verifier: verify.Judge, cfg: EvalConfig) -> None:
     """Put a policy's figures into its results.json, and print them."""
-    drawn = {row["digest"]: row for row in files.read_jsonl(policy.folder / "samples.jsonl")}
+    drawn = {row.get("digest"): row for row in files.read_jsonl(policy.folder / "samples.jsonl")}
     file = policy.folder / "results.json"
     table = files.read_json(file) if file.exists() else {}
     for name, data in sets.items():

@@ -397,7 +397,7 @@ class Trainer(GRPOTrainer):
             shutil.rmtree(self.args.output_dir)
             saved = files.by_step(self.run.out / "checkpoints").values()
             for old in [*saved][: -self.run.cfg.keep_last]:  # none if keep_last is 0
-                shutil.rmtree(old)
+                shutil.rmtree(old.rename(old.with_name(f".{old.name}.tmp")))
 
 
 class SGSDTrainer(Trainer):
@@ -458,7 +458,7 @@ class Loop(TrainerCallback):
         run = self.run
         run.optimizer = self.trainer.optimizer
         for group in run.optimizer.param_groups:  # a checkpoint has that of its own --steps (S7)
-            group["lr"] = run.cfg.learning_rate * (1 - run.step / run.cfg.steps)
+            group["lr"] = run.cfg.learning_rate * ((run.cfg.steps - run.step) / run.cfg.steps)
         if run.cfg.uses_skill_bank:
             sgsd.begin_bank(run)
         sgsd.evolve_bank(run)  # only where a kill or a signal has left an evolution due

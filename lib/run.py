@@ -494,7 +494,7 @@ def go_on(run: Run, stored: dict[str, Any]) -> None:
     stored: its config.json so far.
     """
     cfg, out = run.cfg, run.out
-    if not files.of_step(out / "bank", 0, ".json").exists():
+    if not (run.checkpoint or files.of_step(out / "bank", 0, ".json").exists()):
         for row in files.read_jsonl(out / "bank/memories.jsonl"):
             run.memories[row["problem_id"]] = row
     if run.memories and bool(cfg.server) != bool(stored["settings"].get("server")):

@@ -43,7 +43,7 @@ class Server:
         *,
         timeout_s: float = 3600.0,
     ):
-        self.url, self.model, self.stops = url, model, stops
+        self.url, self.model, self.stops = url.rstrip("/"), model, stops
         self.context, self.timeout_s = context, timeout_s
         self.base = model  # its name on the server, after `check`
         self.engine = ""  # what the server calls itself, after `check`

@@ -211,7 +211,7 @@ CHANGES = {
             "cast_lm_head_to_fp32=True", "cast_lm_head_to_fp32=False", "on_trl/gradient in_bf16"
         ),
         Change("model.remove_dropout(self.model)", "pass", "on_trl/edges dropout"),
-        Change("(1 - run.step / run.cfg.steps)", "1", "on_trl/run own_schedule"),
+        Change("((run.cfg.steps - run.step) / run.cfg.steps)", "1", "on_trl/run own_schedule"),
         Change(
             "dtype=torch.float32, output", "dtype=torch.bfloat16, output", "on_trl/gradient shards"
         ),

@@ -75,7 +75,7 @@ def test_a_stop_id_that_a_server_leaves_out_does_not_make_a_completion_a_cut_one
 
 
 def test_the_key_in_the_environment_is_sent_and_never_shown(engine, monkeypatch):
-    a_server(engine).check()
+    served.Server(engine.url + "/", "base", STOPS, 4096).check()  # a slash at its end is none
     monkeypatch.setenv("OPENAI_API_KEY", "secret\n")
     server = a_server(engine)
     server.check()
@@ -185,6 +185,8 @@ def test_a_run_that_has_its_bank_goes_on_without_its_server(engine, world_dir, t
     assert len(engine.bodies()) == 8
     longer = small_flags(world_dir, out, steps=2, server=DEAD, **changes)
     assert "nothing asks it" in completes(main, longer)
+    (out / "bank/step_000000.json").unlink()  # the checkpoint has a bank, too
+    completes(main, small_flags(world_dir, out, steps=3, **changes))
     given = flags(world_dir, tmp_path / "given", steps=1, server=DEAD)
     assert "nothing asks it" in completes(main, given)
 
