@@ -193,8 +193,9 @@ def find_policies(cfg: EvalConfig) -> list[Policy]:
         if any(home.is_relative_to(pathlib.Path(used).resolve()) for used in (place, base)):
             raise ValueError(f"{home}: lies in the directory of a model; give another --out")
         name = f"{run.name}/{place.name}" if run else "/".join(place.parts[-2:])
-        in_run = run / "eval" / place.name if run and not cfg.out else None
-        folder = in_run or home / name.replace("/", "--")
+        folder = home / name.replace("/", "--")
+        if run and not cfg.out:
+            folder = run / "eval" / place.name
         folder = pathlib.Path(os.path.relpath(folder) + "--skills" * bool(cfg.skills))
         first = policies.setdefault(folder, Policy(str(place), base, folder))
         if first.path != str(place):

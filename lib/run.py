@@ -674,7 +674,8 @@ def evaluation(cfg: Config) -> list[str]:
         if hasattr(config.Common, name) or rule.group == "the sampling"
     }
     return [
-        *(cfg.model, cfg.out),
+        cfg.model,
+        cfg.out,
         *config.flags_that_differ(shared, asdict(EvalConfig())),
         *["--no-thinking"] * (cfg.student_prefix == "closed"),
         *["--data", "YOUR_TEST_PROBLEMS.jsonl"] * (cfg.data != Config.data),

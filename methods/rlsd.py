@@ -93,9 +93,11 @@ def losses(
     advantages_G = grpo_advantages(groups.rewards(rolls_G), eps=1e-6)
     for roll, advantage in zip(rolls_G, advantages_G):
         ids_T, loss = roll.completion_ids, torch.zeros((), device=run.device)
-        advantage_T, used_K = advantage.expand(len(ids_T)), pairs_K
+        advantage_T = advantage.expand(len(ids_T))
+        used_K, logpT_T = pairs_K, None
+        if advantage and lam:
+            used_K, logpT_T = teachers_logprobs(run, x, roll, pairs_K)
         if advantage:
-            used_K, logpT_T = teachers_logprobs(run, x, roll, pairs_K) if lam else (pairs_K, None)
             logpS_T = scoring.score_student(run.lm, roll.prompt_ids, ids_T, cfg.temperature)
             gap_T = torch.zeros_like(logpS_T) if logpT_T is None else logpT_T - logpS_T
             advantage_T = token_advantages(gap_T, advantage.item(), lam)
@@ -117,7 +119,8 @@ def teachers_logprobs(
         pairs_K, contexts_K = sgsd.teacher_prompts(run, pairs_K, x.problem, roll)
         alpha_K = sgsd.pair_weights(run, pairs_K)
     else:
-        contexts_K = [*filter(None, [teacher_prompt(run, x, [], roll)])]
+        context = teacher_prompt(run, x, [], roll)
+        contexts_K = [context] if context else []
         alpha_K, policy = torch.ones(1, device=run.device), teachers.copied(run)
     if not contexts_K:
         return pairs_K, None
