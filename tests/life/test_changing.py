@@ -88,14 +88,6 @@ def consistent_tokens_alone_have_credit(rollouts, out):
         assert torch.equal(credit_KT != 0, counts_KT) and not counts_KT.all()
 
 
-def divergence_is_the_total_variation(rollouts, out):
-    """Pinsker's inequality and its counterpart tie it to JSD."""
-    run("Another divergence", ROOT, f"{SHORT} --out {out}_jsd")
-    for row, other in zip(rollouts, rows(out.with_name(f"{out.name}_jsd") / "rollouts.jsonl")):
-        for variation, jsd in zip(row["losses"], other["losses"], strict=True):
-            assert variation**2 / 2 < jsd < variation * math.log(2)
-
-
 def verdict_is_the_estimates(rollouts, out):
     assert "my_domain:Estimate" in (out / "config.json").read_text()
     numbers = [row for row in rollouts if str(row["pred"]).isdigit() and row["gold"].isdigit()]
@@ -166,7 +158,6 @@ def puzzles_are_tried_and_evaluated(rollouts, out):
 RECIPES = {  # by title: flags of each command in turn, and a check
     "Another function of the gap": ([SHORT], loss_is_log_cosh),
     "Credit for consistent tokens alone": ([SHORT], consistent_tokens_alone_have_credit),
-    "Another divergence": ([SHORT], divergence_is_the_total_variation),
     "Another verdict": ([SHORT], verdict_is_the_estimates),
     "Another reward of training": ([SHORT], reward_moves_the_polarity_and_no_verdict),
     "Another retrieval": ([SHORT], entries_are_ranked_by_their_words),

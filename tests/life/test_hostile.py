@@ -5,14 +5,12 @@
 
 import json
 import pathlib
-import pickle
 import shutil
 
 import pytest
 import torch
 from driver import completes, flags, refused, rows, write_rows
 
-import eval
 import rollout
 import sgsd
 import skills
@@ -73,34 +71,10 @@ class Bomb:
         return pathlib.Path.touch, (pathlib.Path(self.mark),)
 
 
-def plant(folder, *names):
-    """Put bombs under names that a loader might try."""
-    for name in names:
-        (folder / name).unlink(missing_ok=True)
-        if name.endswith("bin"):
-            torch.save({"x": Bomb(folder / "boom")}, folder / name)
-        else:
-            (folder / name).write_bytes(pickle.dumps(Bomb(folder / "boom")))
-
-
-def test_pickles_in_a_checkpoint_are_passed_over_or_refused(world_dir, tmp_path):
-    assert pickle.loads(pickle.dumps(Bomb(tmp_path / "boom"))) is None
-    assert (tmp_path / "boom").exists()  # it works
-    completes(sgsd.main, flags(world_dir, tmp_path / "run", **SMALL))
-    last = tmp_path / "run/checkpoints/step_000001"
-    names = ["adapter_model.bin", "training_args.bin", "optimizer.pt", "rng_state.pth", "t.pkl"]
-    plant(last, *names)
-    completes(sgsd.main, flags(world_dir, tmp_path / "run", **SMALL | {"steps": 2}))
-    plant(last, "adapter_model.safetensors")
-    given = [f"--data={world_dir}/data.jsonl", f"--out={tmp_path}/e", "--verifier=driver:Exact"]
-    refused(eval.main, [last, *given], last)
-    assert not (last / "boom").exists()
-
-
 def test_a_model_of_pickles_or_with_its_own_code_is_refused(world_dir, tmp_path):
     model = shutil.copytree(world_dir / "model", tmp_path / "model")
     (model / "model.safetensors").unlink()
-    plant(model, "pytorch_model.bin")
+    torch.save({"x": Bomb(model / "boom")}, model / "pytorch_model.bin")
     argv = flags(world_dir, tmp_path / "run", model=model)
     refused(sgsd.main, argv, model)
     about = json.loads((model / "config.json").read_text()) | {"model_type": "own"}

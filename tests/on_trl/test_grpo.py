@@ -3,7 +3,6 @@
 import itertools
 import pathlib
 import re
-import shutil
 import sys
 import types
 from types import SimpleNamespace
@@ -18,10 +17,9 @@ from conftest import ROOT
 from torch.distributed.tensor import DTensor
 
 import distributed
-import eval
 import rollout
 from extras import grpo_on_trl, on_trl
-from lib import command, config, files, model, problems, verify
+from lib import command, config, model, problems, verify
 from methods import groups, grpo
 
 TINY = ROOT / "tiny"
@@ -172,16 +170,6 @@ def assert_steps(student, recorded, losses):
         assert trl_worlds.distance(gradient, own) < 1e-4
 
 
-def test_eval_takes_what_it_saves(recorded, tmp_path):
-    checkpoint = files.of_step(recorded.out / "checkpoints", recorded.cfg.steps)
-    argv = [checkpoint, "--data", TINY / "test.jsonl", "--limit", 2, "--samples", 1]
-    argv += ["--max-new-tokens", 4, "--no-thinking", "--device", "cpu", "--out", tmp_path]
-    driver.completes(eval.main, argv)
-    torch.set_num_threads(1)
-    (results,) = tmp_path.glob("*/results.json")
-    assert files.read_json(results)["test"]["samples"] == 2
-
-
 # ---------------------------------------------------------------------------- on a random model
 
 
@@ -240,26 +228,6 @@ def test_what_it_would_leave_out_is_refused(world_dir, tmp_path, changes, words,
     argv = [*small_flags(world_dir, tmp_path, **changes), "--", *words.split()]
     driver.refused(grpo_on_trl.main, argv, *said.split())
     assert not (tmp_path / "run/config.json").exists()
-
-
-def test_other_runs_are_refused_and_stay(world_dir, tmp_path, uninterrupted):
-    """One of the former program has TRL's checkpoints in its folder, which go on no more."""
-    own, older = tmp_path / "run", tmp_path / "older"
-    argv = small_flags(world_dir, tmp_path, steps=1)
-    driver.completes(grpo_on_trl.main, argv)
-    (older / "checkpoint-1").mkdir(parents=True)
-    for name in ("config.json", "problems.json"):
-        shutil.copy(own / name, older / name)
-    of_sgsd = shutil.copytree(uninterrupted, tmp_path / "sgsd")
-    for out, changes, said in (
-        (own, {"temperature": 0.5}, "--temperature 0.5"),
-        (of_sgsd, {}, "sgsd.py"),
-        (older, {}, "an older version"),
-    ):
-        before = driver.contents(out)
-        argv = small_flags(world_dir, tmp_path, **({"steps": 1, "out": out} | changes))
-        driver.refused(grpo_on_trl.main, argv, said, "--out", str(out))
-        assert driver.contents(out) == before
 
 
 # ---------------------------------------------------------------------- a method of a reader's own

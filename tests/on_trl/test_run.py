@@ -90,27 +90,24 @@ def test_a_run_has_the_files_of_one_of_sgsd_py(complete):
         assert len(bank.window) == step % 2 * 4
 
 
-def test_its_logs_and_report_are_those_of_sgsd_py(complete, world_dir, tmp_path):
-    """An epoch of the twelve problems has three steps."""
-    changes = {"steps": 4, "num_teachers": 2, "eps_a": 0.0, "max_new_tokens": 8, "audit_every": 1}
-    driver.train(world_dir, tmp_path / "own", **changes)
+@pytest.mark.parametrize("method", METHODS)
+def test_its_logs_and_report_are_those_of_the_method(
+    method, complete, complete_grpo, world_dir, tmp_path
+):
+    """An epoch of the twelve problems has three steps of SGSD."""
+    own, run = tmp_path / "own", complete if method == "sgsd" else complete_grpo
+    if method == "sgsd":
+        changes = {"num_teachers": 2, "eps_a": 0.0, "max_new_tokens": 8, "audit_every": 1}
+        driver.train(world_dir, own, steps=4, **changes)
+    else:
+        argv = small_grpo_flags(world_dir, own, steps=4)
+        driver.completes(methods.grpo.main, argv[: argv.index("--")])
     for name in runlog.LOGS:
-        ours, theirs = (driver.rows(x / f"{name}.jsonl") for x in (complete, tmp_path / "own"))
+        ours, theirs = (driver.rows(x / f"{name}.jsonl") for x in (run, own))
         assert ours[0].keys() == theirs[0].keys()
         for column in ("step", "index", "problem_id", "prompt_ids", "learning_rate"):
             assert [row.get(column) for row in ours] == [row.get(column) for row in theirs]
-    driver.completes(report.main, [complete, "--out", tmp_path / "page.html"])
-
-
-def test_one_of_grpo_has_the_logs_and_the_report_of_its_method(complete_grpo, world_dir, tmp_path):
-    argv = small_grpo_flags(world_dir, tmp_path / "own", steps=4)
-    driver.completes(methods.grpo.main, argv[: argv.index("--")])
-    for name in runlog.LOGS:
-        ours, theirs = (driver.rows(x / f"{name}.jsonl") for x in (complete_grpo, tmp_path / "own"))
-        assert ours[0].keys() == theirs[0].keys()
-        for column in ("step", "index", "problem_id", "prompt_ids", "learning_rate"):
-            assert [row.get(column) for row in ours] == [row.get(column) for row in theirs]
-    driver.completes(report.main, [complete_grpo, "--out", tmp_path / "page.html"])
+    driver.completes(report.main, [run, "--out", tmp_path / "page.html"])
 
 
 def test_a_run_with_nothing_left_to_do_ends_with_0_and_changes_no_state(run, world_dir):

@@ -15,7 +15,6 @@ test_cold_start.py.
 
 import itertools
 import json
-import random
 import re
 
 import pytest
@@ -481,44 +480,3 @@ def test_an_evolution_shows_the_reference_answer_only_when_asked_to(shown):
     extractions = [prompt for prompt in model.prompts if "to merge:" not in prompt]
     assert extractions and all(("GOLD" in prompt) == shown for prompt in extractions)
     assert not any(re.search("xyz|problem_id|dyn_|sources", prompt) for prompt in model.prompts)
-
-
-ODD = '{ } [ ] " \\ , : \n \0 \ud800 \u2028 \\u \\ud83d \\n </think> <think> ``` 1e999 {"a":'
-ODD = ODD.split(" ")
-
-
-def mangled(rng, key):
-    """A valid reply of one to three items in which up to three things went wrong."""
-    entries = items([f"{rng.randint(0, 9)} \\frac{{1}}{{2}} \\nu [0, 1]\né" for _ in "abc"], key)
-    text = answer(entries[rng.randint(0, 2) :], key)
-    for _ in range(rng.randint(0, 3)):
-        a, b = sorted((rng.randint(0, len(text)), rng.randint(0, len(text))))
-        odd = rng.choice(ODD) * rng.choice([1, 60])
-        text = rng.choice([text[:a] + odd + text[a:], text[:a], text[a:], text[:b] + text[a:]])
-    return text[:4000]
-
-
-@both_kinds
-def test_no_mangled_reply_loses_or_invents_an_entry_in_a_merge(key):
-    """What is gone was in a group with a whole, small enough reply; what is new stands in one."""
-    rng, changed = random.Random(1), 0
-    for _ in range(300):
-        old, used, written = items("abcde", key), [], []
-
-        def complete(prompts, used=used, written=written):
-            replies = [mangled(rng, key) for _ in prompts]
-            for prompt, reply in zip(prompts, replies):
-                group = read_prompt(prompt)[1]
-                reading, whole = skills.read_items(reply, key)
-                if whole and 0 < len(reading) <= len(group):
-                    used += group
-                    written += reading
-            return replies
-
-        merged = bare(skills.merge(old, key, complete, group_size=3, patience=2)[0], key)
-        json.dumps(merged, ensure_ascii=False).encode()  # a file can take it
-        assert None not in merged and 0 < len(merged) <= 5
-        assert all(e in merged or e in used for e in old)
-        assert all(e in old or e in written for e in merged)
-        changed += merged != old
-    assert 50 < changed < 300
