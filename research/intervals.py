@@ -21,6 +21,7 @@ from research.markdown_table import head_of, row_of
 
 LEARNING = ROOT / "research/real_model/real_learning.json"
 PROMPTS = ROOT / "research/real_model/with_skills.json"
+RATES = [f"grpo, {rate}, step 20" for rate in ("1e-4, fp32", "2e-5", "5e-6, fp32")]
 
 
 def scores_of(test: dict) -> np.ndarray:
@@ -49,9 +50,19 @@ def table(tests: dict[str, dict], base: str) -> Iterator[str]:
         yield row_of(cells)
 
 
+def first_samples(test: dict) -> dict:
+    return {"right": test["right"][:: test["samples"]], "samples": 1}
+
+
 def main() -> None:
     learning, prompts = (json.loads(path.read_text()) for path in (LEARNING, PROMPTS))
     print("\n".join([*table(learning["tests"], "base"), "", *table(prompts, "plain")]))
+    first = {name: first_samples(test) for name, test in learning["tests"].items()}
+    high, middle, low = RATES
+    print("\nfirst samples of GRPO's rates")
+    print("\n".join(table({name: first[name] for name in ("base", *RATES)}, "base")))
+    for one, other in ((high, low), (high, middle), (middle, low)):
+        print(f"{one} less {other}: {gap(first[one], first[other])}")
 
 
 if __name__ == "__main__":

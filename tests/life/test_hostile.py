@@ -5,6 +5,7 @@
 
 import json
 import pathlib
+import pickle
 import shutil
 
 import pytest
@@ -72,6 +73,8 @@ class Bomb:
 
 
 def test_a_model_of_pickles_or_with_its_own_code_is_refused(world_dir, tmp_path):
+    assert pickle.loads(pickle.dumps(Bomb(tmp_path / "boom"))) is None
+    assert (tmp_path / "boom").exists()  # it works
     model = shutil.copytree(world_dir / "model", tmp_path / "model")
     (model / "model.safetensors").unlink()
     torch.save({"x": Bomb(model / "boom")}, model / "pytorch_model.bin")
