@@ -234,9 +234,10 @@ def world_dir(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def uninterrupted(world_dir, tmp_path_factory):
-    """The directory of a run of `driver.small_flags` that nothing has interrupted."""
+    """The directory of a run of `small_run.small_flags` that nothing has interrupted."""
     import driver
+    import small_run
 
     out = tmp_path_factory.mktemp("uninterrupted") / "run"
-    driver.run(driver.small_flags(world_dir, out))
+    driver.run(small_run.small_flags(world_dir, out))
     return out

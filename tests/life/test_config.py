@@ -9,6 +9,7 @@ import re
 
 import driver
 import pytest
+import small_run
 
 import eval
 import rollout
@@ -17,7 +18,7 @@ from lib import command, config, model
 from lib.config import setting
 from methods import ablations, grpo, rlsd
 
-PROGRAMS = [*driver.METHODS.values(), (eval, config.EvalConfig)]
+PROGRAMS = [*small_run.METHODS.values(), (eval, config.EvalConfig)]
 
 
 def parse(text, kind=config.Config):

@@ -15,8 +15,10 @@ import signal
 
 import driver
 import pytest
+import small_run
 from conftest import make_bank
-from driver import contents, equal, killed_at, main, refused, rows, run, run_two, small_flags
+from driver import contents, equal, killed_at, refused, rows, run, run_two
+from small_run import main, small_flags
 
 import sgsd
 from lib import config, files, model
@@ -113,7 +115,7 @@ def test_a_window_is_kept_between_evolutions_alone(world_dir, killed, tmp_path, 
     assert len(bank.window) == 2
     for path in [*uninterrupted.glob("bank/*.json"), *uninterrupted.glob("*/step_000006/*.json")]:
         assert "window" not in json.loads(path.read_text())
-    with driver.opened(world_dir, tmp_path / "new", bank=str(given), num_teachers=1) as new:
+    with small_run.opened(world_dir, tmp_path / "new", bank=str(given), num_teachers=1) as new:
         assert new.bank.window == [] and new.bank.general_skills == bank.general_skills
 
 
@@ -129,7 +131,7 @@ def test_a_bank_alone_stays_and_later_steps_use_it(world_dir, tmp_path, uninterr
 
 def test_a_run_without_more_steps_has_the_weights_of_its_checkpoint(world_dir, killed):
     """As an evolution is still due, which the policy writes."""
-    cfg = driver.parsed(small_flags(world_dir, killed, steps=4))
+    cfg = small_run.parsed(small_flags(world_dir, killed, steps=4))
     with Run.open(cfg, load_bank, sgsd.student_prompt) as opened_run:
         weights = model.trained(opened_run.lm)
         assert any("lora_B" in name and p.any() for name, p in weights.items())
@@ -174,7 +176,7 @@ def other(rule, value):
 def test_what_is_not_free_is_refused_and_so_are_fewer_steps(world_dir, killed, tmp_path):
     """In one line: all that differ, each with its new and the run's own value, a way out. Nothing
     is written."""
-    cfg, before = driver.parsed(small_flags(world_dir, killed)), contents(killed)
+    cfg, before = small_run.parsed(small_flags(world_dir, killed)), contents(killed)
 
     def refused_with(words, **changes):
         def open_run(argv):
@@ -187,7 +189,7 @@ def test_what_is_not_free_is_refused_and_so_are_fewer_steps(world_dir, killed, t
     (tmp_path / "data.jsonl").write_text(data.replace('"answer": "3"', '"answer": "4"'))
     make_bank(tmp_path / "bank.json")
     values = {"data": str(tmp_path / "data.jsonl"), "bank": str(tmp_path / "bank.json")}
-    values |= {"verifier": "driver:Exact", "top_p": 0.5}
+    values |= {"verifier": "small_run:Exact", "top_p": 0.5}
     rules = cfg.rules()
     assert {name for name, rule in rules.items() if rule.free} == {*MAY_CHANGE}
     for name in rules.keys() - MAY_CHANGE:
@@ -225,7 +227,7 @@ def test_two_processes_continue_the_run_of_one(world_dir, killed, uninterrupted)
         assert (a["completion_ids"], a["rho"]) == (b["completion_ids"], b["rho"])
 
 
-OWN_JUDGE = "import driver\n\n\nclass Judge(driver.CoinVerifier):\n    pass\n"
+OWN_JUDGE = "import small_run\n\n\nclass Judge(small_run.CoinVerifier):\n    pass\n"
 
 
 def test_a_run_goes_on_with_other_code_alone(world_dir, tmp_path, monkeypatch):
@@ -267,7 +269,7 @@ def test_a_run_that_goes_back_has_the_bank_of_then(world_dir, uninterrupted, tmp
     of_step_3, of_step_6 = banks[3].read_bytes(), banks[6].read_bytes()
     assert (out / "bank/bank.json").read_bytes() == of_step_6 != of_step_3
     shutil.rmtree(out / "checkpoints/step_000006")
-    cfg = driver.parsed(small_flags(world_dir, out))
+    cfg = small_run.parsed(small_flags(world_dir, out))
     with Run.open(cfg, load_bank, sgsd.student_prompt) as back:
         assert back.step == 4 and len(back.bank.window) == 2
     assert (out / "bank/bank.json").read_bytes() == of_step_3 and not banks[6].exists()
@@ -301,7 +303,7 @@ def test_a_log_is_no_state(edit, step, world_dir, killed, uninterrupted):
 
     if not step:
         edit(killed)
-    text = run(small_flags(world_dir, killed), driver.with_steps(step_fn))
+    text = run(small_flags(world_dir, killed), small_run.with_steps(step_fn))
     assert "metrics.jsonl is cut after step 4" in text
     equal(killed, uninterrupted, "checkpoints", "bank/bank.json")
 

@@ -7,10 +7,11 @@ import shlex
 import subprocess
 import sys
 
-import driver
 import pytest
+import small_run
 from conftest import ROOT
-from driver import METHODS, rows
+from driver import rows
+from small_run import METHODS
 
 from extras import compare, report
 from lib import runlog
@@ -101,7 +102,7 @@ def test_a_command_of_the_pages_parses(command, tmp_path, monkeypatch):
         return
     method = program.removeprefix("methods.").removesuffix(".py")
     if method in {"eval", *METHODS}:
-        driver.parsed(argv, method)
+        small_run.parsed(argv, method)
     elif program in EXTRAS:
         EXTRAS[program].arguments(argv)
     elif program.endswith(".py"):

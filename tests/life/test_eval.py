@@ -8,10 +8,10 @@ import shutil
 import sys
 
 import datasets
-import driver
 import fake_engine
 import numpy as np
 import pytest
+import small_run
 from conftest import PROBLEMS, make_adapter, make_tokenizer, save_model
 from driver import completes, killed_at, refused, rows, run_two, write_rows
 
@@ -103,7 +103,7 @@ def read(folder):
 def evaluation(world_dir, out, more=""):
     """The command line of three samples of each of twelve problems by the tests' model."""
     flags = f"--data {world_dir}/data.jsonl --samples 3 --max-new-tokens 8 --rows 5 --device cpu"
-    return f"{world_dir}/model {flags} --verifier driver:Exact --out {out} {more}".split()
+    return f"{world_dir}/model {flags} --verifier small_run:Exact --out {out} {more}".split()
 
 
 def evaluate(world_dir, out, more=""):
@@ -117,7 +117,7 @@ def test_the_papers_three_sets_are_the_default(world_dir, tmp_path, monkeypatch)
         return datasets.Dataset.from_list([{"problem": hub_id, "answer": "1"}] * 2)
 
     monkeypatch.setattr(datasets, "load_dataset", load)
-    flags = f"--limit 1 --samples 1 --max-new-tokens 4 --out {tmp_path} --verifier driver:Exact"
+    flags = f"--limit 1 --samples 1 --max-new-tokens 4 --out {tmp_path} --verifier small_run:Exact"
     first, *_ = completes(eval.main, [f"{world_dir}/model", *flags.split()]).splitlines()
     assert [row["set"] for row in samples(tmp_path)] == ["aime24", "aime25", "hmmt25"]
     assert f"{world_dir.name}--model, aime24: avg@1 0.0%" in first
@@ -155,7 +155,7 @@ def test_a_sample_is_a_function_of_seed_problem_and_number(world_dir, tmp_path):
         assert (row["digest"], row["text"]) == same
 
 
-class LateVerifier(driver.Exact):
+class LateVerifier(small_run.Exact):
     """Each verdict takes too long."""
 
     def judge(self, cases):
@@ -167,7 +167,7 @@ def evaluate_together(lines):
     """Evaluations of one rank, whose command lines these are."""
     world = distributed.init("cpu")
     for line in lines:
-        eval.evaluate(driver.parsed(line.split(), "eval"), world)
+        eval.evaluate(small_run.parsed(line.split(), "eval"), world)
     return 0
 
 
@@ -207,7 +207,7 @@ def base(world_dir, tmp_path):
 
 
 def command(*paths, data, more=""):
-    flags = "--samples 2 --limit 4 --max-new-tokens 8 --device cpu --verifier driver:Exact"
+    flags = "--samples 2 --limit 4 --max-new-tokens 8 --device cpu --verifier small_run:Exact"
     return [*map(str, paths), "--data", str(data), *flags.split(), *more.split()]
 
 
@@ -261,7 +261,7 @@ def test_a_run_with_another_verifier_or_other_fields_is_told(world_dir, here, ba
     files.write_json(here / "run/config.json", {"settings": trained})
     first, *_ = call(here / "run", data=world_dir / "data.jsonl").splitlines()
     had = "--answer-field=target --verifier=my_domain:Estimate"
-    now = "--answer-field=answer --verifier=driver:Exact"
+    now = "--answer-field=answer --verifier=small_run:Exact"
     assert first == f"{here / 'run'} trained with {had}; this evaluation has {now}"
 
 
@@ -271,7 +271,7 @@ ORDER += " thinking seed"
 
 def test_samples_of_older_evaluations_are_found_again():
     """A sample's digest depends on which settings it has, and in which order."""
-    settings = eval.sample_settings(config.EvalConfig(), driver.ALONE)
+    settings = eval.sample_settings(config.EvalConfig(), small_run.ALONE)
     assert [*settings][:-2] == ORDER.split()
     del settings["the plain prompt"]
     assert files.digest(settings) == "2d33dc3afb0001ae"
@@ -308,7 +308,7 @@ def test_a_wrong_evaluation_is_one_line(given, words, world_dir, here, base):
 
 # ------------------------------------------------------------------------ what a sample depends on
 
-JUDGE = "import driver\n\n\nclass Judge(driver.Exact):\n    pass\n"
+JUDGE = "import small_run\n\n\nclass Judge(small_run.Exact):\n    pass\n"
 
 
 @pytest.fixture

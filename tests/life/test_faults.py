@@ -15,11 +15,12 @@ import subprocess
 import sys
 import time
 
-import driver
 import pytest
+import small_run
 from conftest import ROOT
-from driver import equal, rows, run, run_two, small_flags, stopped_at, with_steps
+from driver import equal, rows, run, run_two, stopped_at
 from safetensors.torch import load_file
+from small_run import small_flags, with_steps
 
 import distributed
 import sgsd
@@ -114,7 +115,7 @@ def test_outside_of_a_step_a_signal_ends_a_run_at_once(file, world_dir, tmp_path
 # ------------------------------------------------------------------------ bugs, disks and numbers
 
 
-class Failing(driver.CoinVerifier):
+class Failing(small_run.CoinVerifier):
     """It has a bug on one rank."""
 
     def judge(self, cases):

@@ -1,13 +1,12 @@
 """Durable files: whole or absent, JSON lines, and a folder that one process holds."""
 
 import contextlib
-import os
 import signal
 import threading
 
 import pytest
 from conftest import one_line
-from driver import start, wait
+from driver import start
 
 from lib import files
 
@@ -66,14 +65,15 @@ def test_a_folder_is_kept_to_one_process_and_a_kill_frees_it(tmp_path, capsys):
 
     other = start([], tmp_path / "log", hold_for_ever)
     while not (tmp_path / "held").exists():
-        assert os.waitpid(other, os.WNOHANG) == (0, 0), (tmp_path / "log").read_text()
+        assert other.is_alive(), (tmp_path / "log").read_text()
     for _ in range(2):  # the first refusal changes nothing
         with pytest.raises(OSError, match=str(folder)):
             files.locked(folder, seconds=0.1).__enter__()
         assert f"{folder}: another command uses it; waiting" in capsys.readouterr().out
-    threading.Timer(0.5, os.kill, (other, signal.SIGKILL)).start()
+    threading.Timer(0.5, other.kill).start()
     with files.locked(folder):
-        assert wait(other) == -signal.SIGKILL
+        other.join()
+        assert other.exitcode == -signal.SIGKILL
         (folder / "file").touch()
     assert {*names(folder)} == {files.LOCK, "file"}
 

@@ -1,6 +1,6 @@
 """Text and files from strangers: no prompt boundary moves, no crash, nothing is executed.
 
-`flags` is a command line of sgsd.py on a random model; its settings stand in driver.py.
+`flags` is a command line of sgsd.py on a random model; its settings stand in small_run.py.
 """
 
 import json
@@ -10,7 +10,8 @@ import shutil
 
 import pytest
 import torch
-from driver import completes, flags, refused, rows, write_rows
+from driver import completes, refused, rows, write_rows
+from small_run import flags
 
 import rollout
 import sgsd

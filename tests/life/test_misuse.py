@@ -12,7 +12,8 @@ import peft
 import pytest
 import torch
 from conftest import save_model
-from driver import completes, contents, flags, main, opened, refused, rows, small_flags, write_rows
+from driver import completes, contents, refused, rows, write_rows
+from small_run import flags, main, opened, small_flags
 
 import sgsd
 from lib import files, model
@@ -96,7 +97,7 @@ def test_teachers_that_do_not_fit_the_context_are_left_out(command, world_dir, t
     save_model(short, max_position_embeddings=600)
     argv = command.format(w=world_dir).split()
     argv += [f"--data={data}", f"--out={out}", "--steps=2", "--batch-size=1", "--audit-every=1"]
-    argv += [f"--model={short}", "--device=cpu", "--verifier=driver:UnevenVerifier"]
+    argv += [f"--model={short}", "--device=cpu", "--verifier=small_run:UnevenVerifier"]
     argv += [f"--encoder={world_dir}/encoder", "--num-teachers=3", "--max-new-tokens=200"]
     assert completes(main, argv).count("teachers are left out") == 1
     logged = rows(out / "rollouts.jsonl")
@@ -111,22 +112,8 @@ def test_skills_that_fill_the_context_of_a_students_prompt_are_one_line(world_di
     argv = ["opsd", f"--bank={world_dir}/bank.json", f"--data={world_dir}/data.jsonl"]
     argv += [f"--model={tmp_path}/short", f"--encoder={world_dir}/encoder", "--device=cpu"]
     argv += [f"--out={tmp_path}/run", "--steps=1", "--batch-size=1", "--num-teachers=4"]
-    argv += ["--audit-every=1", "--verifier=driver:UnevenVerifier"]
+    argv += ["--audit-every=1", "--verifier=small_run:UnevenVerifier"]
     refused(main, argv, "with 4 pairs its prompt has", "lower --num-teachers")
-
-
-def test_a_solution_without_room_is_empty_and_a_run_goes_on(world_dir, tmp_path):
-    """The plain prompt fits; the seed problem's has more words, and fills the context."""
-    data, short = tmp_path / "data.jsonl", str(tmp_path / "short")
-    write_rows(data, [LATIN | {"problem": "What is 1 plus 4? " * 20}])
-    changes = {"data": str(data), "bank": "", "cold_start": 1, "num_teachers": 1, "steps": 1}
-    with opened(world_dir, tmp_path / "all", **changes) as run:
-        length = len(sgsd.student_prompt(run, run.problems[0].problem))
-    save_model(short, max_position_embeddings=length + 1)
-    with opened(world_dir, tmp_path / "run", **changes, model=short) as run:
-        bank = sgsd.make_bank(run)
-    (memory,) = rows(run.out / "bank/memories.jsonl")
-    assert memory["truncated"] and memory["reward"] and bank.general_skills
 
 
 # ---------------------------------------------------------------------------- foreign adapters

@@ -10,8 +10,9 @@ import shutil
 
 import pytest
 from conftest import one_line
-from driver import completes, flags, main, reply_to, rows, run_two, small_flags
+from driver import completes, rows, run_two
 from fake_engine import DROP, STOPS, choices, serving
+from small_run import flags, main, reply_to, small_flags
 
 import sgsd
 from lib import served
@@ -141,7 +142,7 @@ DEAD = "http://127.0.0.1:9/v1"
 
 @pytest.fixture
 def writing(engine, tokenizer):
-    """The engine solves as it does by itself, and writes the bank as `driver.fake_writer`."""
+    """The engine solves as it does by itself, and writes the bank as `small_run.fake_writer`."""
 
     def answer(body):
         text = tokenizer.decode(body["prompt"])

@@ -1,8 +1,6 @@
 """What TRL would pass over, and what a command is refused for."""
 
-import functools
 import itertools
-import os
 import re
 import shutil
 import sys
@@ -10,10 +8,11 @@ import sys
 import conftest
 import driver
 import pytest
+import small_run
 import torch
 import trl_worlds
 from safetensors.torch import load_file, save_file
-from trl_worlds import PLAIN, completions, policy, rollouts_of, settings, trainer
+from trl_worlds import completions, policy, rollouts_of, settings, trainer
 
 import sgsd
 from extras import grpo_on_trl, on_trl
@@ -143,11 +142,6 @@ def test_what_would_train_otherwise_or_fail_later_is_refused(refused, changes, w
     refused(said, words.split(), **changes)
 
 
-def test_deepspeed_is_refused(refused, monkeypatch):
-    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
-    refused("DeepSpeed fsdp2.yaml")
-
-
 MODELS = [  # a kind of model, what becomes of its last norm, and words of the line
     ("qwen3", lambda x: {}, "model.norm.weight"),
     ("qwen3", lambda x: {"model.norm.weight": x * torch.nan}, "model.norm.weight finite"),
@@ -166,23 +160,6 @@ def test_a_model_that_would_learn_wrongly_is_refused(refused, tmp_path, kind, ch
     refused(said, model=folder)
 
 
-def sharded_in_parts(folder):
-    os.environ["FSDP_STATE_DICT_TYPE"] = "SHARDED_STATE_DICT"
-    make = functools.partial(trainer, settings(folder), policy(lora=False), completions(6))
-    conftest.one_line(make, "FULL_STATE_DICT")
-
-
-def test_shards_whose_weights_would_not_be_saved_are_refused(tmp_path):
-    trl_worlds.torchrun("test_edges:sharded_in_parts", tmp_path / "run")
-
-
-def test_one_process_that_sees_several_gpus_is_refused(tmp_path, monkeypatch):
-    """TRL would lay the model over all of them."""
-    monkeypatch.setattr(on_trl.GRPOConfig, "n_gpu", 2)
-    call = lambda: on_trl.settings_of(settings(tmp_path), PLAIN, driver.ALONE)  # noqa: E731
-    conftest.one_line(call, "2 GPUs", "accelerate")
-
-
 # ------------------------------------------------------------------------------------- folders
 
 
@@ -191,7 +168,7 @@ def test_other_runs_are_refused_and_stay_as_they_are(world_dir, tmp_path, uninte
     run, own = tmp_path / "run", shutil.copytree(uninterrupted, tmp_path / "own")
     driver.completes(on_trl.main, trl_worlds.small_flags(world_dir, run, steps=1))
     before = driver.contents(tmp_path)
-    driver.refused(sgsd.main, driver.flags(world_dir, run), "on_trl", str(run))
+    driver.refused(sgsd.main, small_run.flags(world_dir, run), "on_trl", str(run))
     for out, said, changes in (
         (own, "sgsd.py", {}),
         (run, "--tau-g", {"tau_g": 2.0}),
@@ -221,4 +198,4 @@ def test_the_commands_of_the_pages_are_parsed():
         kind = grpo_on_trl.Settings if program == "grpo_on_trl" else on_trl.TRLConfig
         ours, _, of_trl = f"{line} ".partition(" -- ")
         cfg = command.parse(ours.split(), "", kind, config.presets_of(kind))
-        on_trl.settings_of(cfg, of_trl.split(), driver.ALONE)
+        on_trl.settings_of(cfg, of_trl.split(), small_run.ALONE)

@@ -11,6 +11,7 @@ from unittest import mock
 import conftest
 import driver
 import pytest
+import small_run
 import torch
 import trl_worlds
 from conftest import ROOT
@@ -69,7 +70,7 @@ def record(folder, program=grpo_on_trl, holder=on_trl, **changes):
             rows.append([*itertools.chain.from_iterable(gathered)])
             return output
 
-    with mock.patch.object(holder, "Trainer", Recorded), driver.signals_restored():
+    with mock.patch.object(holder, "Trainer", Recorded), small_run.signals_restored():
         assert program.main(flags(folder, **changes)) == 0
     if trainers[0].run.world.main:
         steps = zip(gradients.steps, gradients.weights, rows)
@@ -176,7 +177,7 @@ def assert_steps(student, recorded, losses):
 def small_flags(world_dir, folder, **changes):
     """A command line on the random model."""
     given = {"model": world_dir / "model", "data": world_dir / "data.jsonl"}
-    given |= {"verifier": "driver:UnevenVerifier", "max_new_tokens": 8}
+    given |= {"verifier": "small_run:UnevenVerifier", "max_new_tokens": 8}
     return flags(folder, **(given | {"batch_size": 2, "generations": 2} | changes))
 
 
@@ -184,7 +185,11 @@ def test_its_settings_and_stop_ids_are_those_of_the_method(world_dir, tmp_path):
     """The model has several stop ids, as Qwen3 has; what is saved has all of them."""
     stops = [*range(60, 120), trl_worlds.END]
     lm = conftest.save_model(tmp_path / "lm", eos_token_id=stops[:-1], attention_dropout=0.1)
-    changes = {"model": lm, "data": world_dir / "data.jsonl", "verifier": "driver:UnevenVerifier"}
+    changes = {
+        "model": lm,
+        "data": world_dir / "data.jsonl",
+        "verifier": "small_run:UnevenVerifier",
+    }
     changes |= {"generations": 5, "batch_size": 2, "full": True, "keep_last": 2}
     trainer = record(tmp_path, **changes)
     args, cfg = trainer.args, parsed(flags(tmp_path, **changes))

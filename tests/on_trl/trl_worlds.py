@@ -25,7 +25,7 @@ from transformers import TrainerCallback
 if __name__ == "__main__" and ":sharded" in sys.argv[1]:
     fsdp_on_gloo.install()  # before accelerate makes its state
 
-import driver
+import small_run
 
 import distributed
 import rollout
@@ -118,13 +118,13 @@ def given_rollouts(rows):
 def trainer(cfg, lm, rows=None, callbacks=None, words=PLAIN):
     """A trainer on the tests' problems, as many as rows, with given rollouts or its own."""
     world = distributed.init(cfg.device)
-    with driver.signals_restored():
+    with small_run.signals_restored():
         run = on_trl.RunOnTRL(
             cfg=cfg,
             world=world,
             about={},
             problems=PROBLEMS[: len(rows)] if rows else PROBLEMS,
-            verifier=driver.CoinVerifier(),
+            verifier=small_run.CoinVerifier(),
             lm=lm,
             tokenizer=conftest.make_tokenizer(),
             bank=conftest.make_bank(),
@@ -192,7 +192,7 @@ def small_flags(world_dir, out, **changes):
     """A command line on the random model of `conftest.world_dir`."""
     given = {"steps": 2, "checkpoint_every": 1, "num_teachers": 2, "evolve_every": 2}
     given |= {"max_new_tokens": 8, "eps_a": 0.0, "success_gate": 1.1, "audit_every": 1}
-    given = driver.settings(world_dir, out, **(given | {"score_rows": 16} | changes))
+    given = small_run.settings(world_dir, out, **(given | {"score_rows": 16} | changes))
     del given["cold_start_tokens"]
     return [*words_of(given), "--", *PLAIN]
 
@@ -201,7 +201,7 @@ def small_grpo_flags(world_dir, out, **changes):
     """The same for GRPO, in whose groups both outcomes are."""
     given = {"short": True, "out": out, "device": "cpu", "lora_rank": 4, "learning_rate": 1e-2}
     given |= {"model": world_dir / "model", "data": world_dir / "data.jsonl"}
-    given |= {"verifier": "driver:UnevenVerifier", "batch_size": 2, "generations": 2}
+    given |= {"verifier": "small_run:UnevenVerifier", "batch_size": 2, "generations": 2}
     given |= {"max_new_tokens": 8, "checkpoint_every": 1, "audit_every": 1}
     return [*words_of(given | changes), "--", *PLAIN]
 

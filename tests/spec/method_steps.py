@@ -1,7 +1,7 @@
 """One step of a method in the tests' world, and what its definition needs."""
 
-import driver
 import plain
+import small_run
 import torch
 
 import rollout
@@ -46,12 +46,12 @@ def one_step(world_dir, out, method="ablations", **changes):
     Clip and threshold bite on random gaps. A copied teacher is the base.
     """
     name, _, skilled = method.partition("+")
-    program, kind = driver.METHODS[name]
+    program, kind = small_run.METHODS[name]
     given = {"c_delta": 0.3, "eps_a": 0.17, "audit_every": 1, "grad_clip": 1e9}
     if name != "ablations":
         brought = kind.rules()["bank"].brings if skilled else {"bank": ""}
         given |= {"max_new_tokens": 12, **brought}
-    with driver.opened(world_dir, out, kind, **(given | changes)) as run:
+    with small_run.opened(world_dir, out, kind, **(given | changes)) as run:
         teachers.begin(run)
         perturb(run)
         run.optimizer = Recorder(model.trained(run.lm).values())

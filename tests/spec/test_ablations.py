@@ -12,10 +12,12 @@ from contextlib import nullcontext
 import driver
 import plain
 import pytest
+import small_run
 import torch
 from conftest import make_bank, one_line, same, save_model, t
-from driver import completes, flags, rows
+from driver import completes, rows
 from method_steps import assert_gradients, logprobs_of, one_step, perturb
+from small_run import flags
 
 import rollout
 import sgsd
@@ -32,7 +34,7 @@ def test_with_default_settings_a_run_equals_sgsds_own_bit_for_bit(world_dir, tmp
     outs = [tmp_path / "sgsd", tmp_path / "ablations"]
     for out in outs:
         argv = flags(world_dir, out, steps=3, audit_every=1, **changes)
-        completes(driver.main, [out.name, *argv])
+        completes(small_run.main, [out.name, *argv])
     assert driver.state(outs[0]) == driver.state(outs[1])
     of_all = set()
     for row in rows(outs[0] / "rollouts.jsonl"):
@@ -185,7 +187,7 @@ def test_a_changed_step_is_its_definition(name, world_dir, tmp_path):
 
 def test_random_pairs_are_drawn_anew_for_each_step_and_again_the_same(world_dir, tmp_path):
     changes = {"retrieval": "random", "num_teachers": 2}
-    with driver.opened(world_dir, tmp_path / "run", AblationConfig, **changes) as run:
+    with small_run.opened(world_dir, tmp_path / "run", AblationConfig, **changes) as run:
         for x in run.problems:
             chosen = [ablations.retrieve(run, step, x) for step in range(8)]
             assert chosen == [ablations.retrieve(run, step, x) for step in range(8)]
@@ -198,7 +200,7 @@ def test_random_pairs_are_drawn_anew_for_each_step_and_again_the_same(world_dir,
 
 
 def test_a_donor_is_another_problem_and_its_nearest_pairs_are_shown(world_dir, tmp_path):
-    with driver.opened(world_dir, tmp_path / "run", AblationConfig, retrieval="donor") as run:
+    with small_run.opened(world_dir, tmp_path / "run", AblationConfig, retrieval="donor") as run:
         nearest = {x.id: run.bank.retrieve(x.problem, 3, run.embed) for x in run.problems}
         for x in run.problems:
             others = [pairs for id_, pairs in nearest.items() if id_ != x.id]
@@ -215,7 +217,7 @@ LEFT = {"whole": 3, "title": 1, "none": 0}  # of an entry's three fields, the fi
 def test_a_teacher_reads_what_is_left_of_an_entry(skill_text, world_dir, tmp_path):
     """Weights and ids are those of the whole entries, and the bank stays as it is."""
     changes = {"skill_text": skill_text, "num_teachers": 4}
-    with driver.opened(world_dir, tmp_path / "run", AblationConfig, **changes) as run:
+    with small_run.opened(world_dir, tmp_path / "run", AblationConfig, **changes) as run:
         x = run.problems[0]
         whole = run.bank.retrieve(x.problem, 4, run.embed)
         pairs = ablations.retrieve(run, 1, x)
@@ -230,7 +232,7 @@ def test_a_teacher_reads_what_is_left_of_an_entry(skill_text, world_dir, tmp_pat
 
 def test_words_are_shuffled_within_their_field_anew_for_each_step(world_dir, tmp_path):
     changes = {"skill_text": "shuffled", "num_teachers": 4}
-    with driver.opened(world_dir, tmp_path / "run", AblationConfig, **changes) as run:
+    with small_run.opened(world_dir, tmp_path / "run", AblationConfig, **changes) as run:
         x, orders = run.problems[0], set()
         whole = run.bank.retrieve(x.problem, 4, run.embed)
         for step in range(8):
@@ -247,7 +249,7 @@ def test_words_are_shuffled_within_their_field_anew_for_each_step(world_dir, tmp
 def test_a_solution_that_was_cut_can_be_left_out_and_its_teachers_are_ignored(world_dir, tmp_path):
     """Not one that ended by itself (S4). Without polarity all others are distilled."""
     changes = {"drop_truncated": True, "polarity": False}
-    with driver.opened(world_dir, tmp_path / "run", AblationConfig, **changes) as run:
+    with small_run.opened(world_dir, tmp_path / "run", AblationConfig, **changes) as run:
         perturb(run)
         x, ids = run.problems[0], run.tokenizer.encode("so 5")
         prompt = rollout.chat_ids(run.tokenizer, x.problem, thinking="closed")
@@ -281,5 +283,5 @@ def test_a_copied_teacher_follows_also_in_a_run_that_is_continued(teacher, world
         return result
 
     for code in (130, 0):
-        run = driver.train(world_dir, tmp_path / "run", step_fn, AblationConfig, **changes)
+        run = small_run.train(world_dir, tmp_path / "run", step_fn, AblationConfig, **changes)
         assert run.code == code

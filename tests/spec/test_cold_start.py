@@ -10,9 +10,11 @@ import shutil
 
 import driver
 import pytest
+import small_run
 import torch
 from conftest import save_model
-from driver import flags, opened, rows
+from driver import rows
+from small_run import flags, opened
 
 import rollout
 import sgsd
@@ -50,7 +52,7 @@ def test_alg2_lines_1_to_7_solved_seed_problems_become_memories(thinking, world_
         key = rollout.sample_key(0, 0, x.id)
         job, sampling = rollout.Job(0, prompt, key, 20, x), Sampling(1.0, 0.95, 0, 20)
         turns = rollout.stream(lm, tokenizer, [job], sampling, 1)
-        stops, verifier = rollout.stop_ids(lm, tokenizer), driver.CoinVerifier(5.0)
+        stops, verifier = rollout.stop_ids(lm, tokenizer), small_run.CoinVerifier(5.0)
         for turn in rollout.rollouts(tokenizer, stops, verifier, turns):  # line 4
             roll = turn[0][1] if turn else None
         record = skills.memory_of(dataclasses.asdict(roll)) | {"truncated": roll.truncated}
@@ -114,13 +116,13 @@ def test_a_reply_gets_what_the_context_leaves_and_the_cut_ones_are_counted(
 
 def with_the_policy_as_writer(argv):
     """A process that makes a bank. The random model's own replies give no entry."""
-    with Run.open(driver.parsed(argv), skills.load_bank, sgsd.student_prompt) as run:
+    with Run.open(small_run.parsed(argv), skills.load_bank, sgsd.student_prompt) as run:
         run.bank = sgsd.make_bank(run)
         run.save_bank()
     return 0
 
 
-@pytest.mark.parametrize("program", [driver.main, with_the_policy_as_writer])
+@pytest.mark.parametrize("program", [small_run.main, with_the_policy_as_writer])
 def test_two_processes_make_the_bank_of_one(program, world_dir, tmp_path):
     """By the tests' writer, and by the model, which ends on half of all ids: replies are short.
     Memories are written as they come."""

@@ -8,8 +8,9 @@ import types
 
 import pytest
 import torch
-from driver import flags, rows, run_two, train
+from driver import rows, run_two
 from safetensors.torch import load_file
+from small_run import flags, train
 
 import distributed
 

@@ -2,12 +2,12 @@
 
 import math
 
-import driver
 import pytest
+import small_run
 import torch
 from conftest import one_line, same, t
-from driver import parsed
 from method_steps import assert_gradients, logprobs_of, one_step
+from small_run import parsed
 
 import scoring
 import skills
@@ -73,7 +73,7 @@ def test_the_gradient_of_grpo_is_the_policy_gradient(method, world_dir, tmp_path
 
 def test_a_group_whose_rewards_are_equal_is_not_scored(world_dir, tmp_path, monkeypatch):
     monkeypatch.setattr(scoring, "token_logprobs", lambda *_, **__: pytest.fail("it is scored"))
-    changes = {"generations": 3, "batch_size": 2, "verifier": "driver:Exact"}
+    changes = {"generations": 3, "batch_size": 2, "verifier": "small_run:Exact"}
     _, of_step, gradients = one_step(world_dir, tmp_path / "run", "grpo", **changes)
     assert {(row["r"], row["loss"], row["mixed"]) for row in of_step} == {(-1, 0, 0)}
     assert not any(gradient.any() for gradient in gradients)
@@ -82,7 +82,7 @@ def test_a_group_whose_rewards_are_equal_is_not_scored(world_dir, tmp_path, monk
 def test_no_two_solutions_of_a_problem_that_comes_twice_have_one_draw(world_dir, tmp_path):
     """Twelve problems in a batch of 24: the epoch is part of a draw's key."""
     changes = {"batch_size": 24, "generations": 3, "bank": ""}
-    with driver.opened(world_dir, tmp_path / "run", grpo.GRPOConfig, **changes) as run:
+    with small_run.opened(world_dir, tmp_path / "run", grpo.GRPOConfig, **changes) as run:
         jobs, _ = groups.step_jobs(run, 1, groups.prompt_alone, groups.nearest)
     assert len(jobs) == len({job.key for job in jobs}) == 72
 

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from driver import parsed
 from method_steps import assert_gradients, logprobs_of, one_step
+from small_run import parsed
 
 import skills
 

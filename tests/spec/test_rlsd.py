@@ -3,9 +3,9 @@
 import math
 from contextlib import nullcontext
 
-import driver
 import plain
 import pytest
+import small_run
 import torch
 from conftest import same, t
 from method_steps import assert_gradients, one_step
@@ -88,7 +88,7 @@ def test_a_step_is_its_definition(method, field, world_dir, tmp_path):
 
 def test_the_teachers_copy_is_renewed_after_its_period(world_dir, tmp_path):
     changes = SMALL | {"bank": "", "teacher_period": 2, "max_new_tokens": 12}
-    with driver.opened(world_dir, tmp_path / "run", rlsd.RLSDConfig, **changes) as run:
+    with small_run.opened(world_dir, tmp_path / "run", rlsd.RLSDConfig, **changes) as run:
         params = model.trained(run.lm)
         want = {name: p.detach().clone() for name, p in params.items()}
         for step, is_renewed in ((1, False), (2, True), (3, False)):

@@ -11,9 +11,9 @@ import math
 import warnings
 from types import SimpleNamespace
 
-import driver
 import numpy as np
 import pytest
+import small_run
 import torch
 from conftest import decoded, make_model, make_tokenizer, one_line, watched
 from tokenizers import AddedToken
@@ -230,7 +230,7 @@ def test_a_completion_ends_on_either_stop_id_or_is_marked_as_truncated(tokenizer
     x = SimpleNamespace(id="x", problem="x", answer="1")
     jobs = [rollout.Job(i, ids[i], i, 0, x, cut[i]) for i in range(6)]
     stops = rollout.stop_ids(model, tokenizer)
-    (turn,) = rollout.rollouts(tokenizer, stops, driver.Exact(), [jobs])
+    (turn,) = rollout.rollouts(tokenizer, stops, small_run.Exact(), [jobs])
     assert [job for job, _ in turn] == jobs
     rolls = [roll for _, roll in turn]
     assert [roll.completion_ids for roll in rolls] == cut
@@ -251,7 +251,7 @@ def test_stop_ids_are_the_tokenizers_and_all_of_the_models_and_none_is_refused()
 
 def judged(tokenizer, prompt, completion, verifier=None):
     x = SimpleNamespace(id="p7", problem="p", answer="5")
-    job, verifier = rollout.Job(0, prompt, 0, 0, x, completion), verifier or driver.Exact()
+    job, verifier = rollout.Job(0, prompt, 0, 0, x, completion), verifier or small_run.Exact()
     (((_, roll),),) = rollout.rollouts(tokenizer, [265], verifier, [[job]])
     return roll
 

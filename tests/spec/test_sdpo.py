@@ -4,6 +4,7 @@ import os
 
 import driver
 import pytest
+import small_run
 import torch
 from conftest import same, t
 from method_steps import assert_gradients, one_step
@@ -102,7 +103,7 @@ def test_a_siblings_thinking_is_not_shown():
 
 def test_two_processes_have_one_teacher_though_one_of_them_needs_none_at_first(world_dir, tmp_path):
     """Rank 0, which saves the teacher, has no success in the first step."""
-    argv = ["sdpo", *driver.flags(world_dir, tmp_path / "run", bank="", steps=2)]
+    argv = ["sdpo", *small_run.flags(world_dir, tmp_path / "run", bank="", steps=2)]
     argv += "--generations 2 --learning-rate 0.01 --teacher-decay 0.75".split()
     argv += "--verifier test_sdpo:RightInTheSecondStep --checkpoint-every 1".split()
     driver.run_two(argv)

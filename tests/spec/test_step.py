@@ -7,12 +7,13 @@ definition; a step with what its lines say, done by hand. The tests' model has r
 import dataclasses
 import types
 
-import driver
 import plain
 import pytest
+import small_run
 import torch
 from conftest import PROBLEMS, make_bank, make_model, same
-from driver import ALONE, opened, rows, train
+from driver import rows
+from small_run import ALONE, opened, train
 
 import rollout
 import scoring
@@ -183,9 +184,9 @@ class Saved:
 @pytest.mark.parametrize("method", ["sgsd", "ablations", "grpo", "opsd", "sdpo", "rlsd"])
 def test_no_graph_lives_while_the_next_rollout_is_scored(method, world_dir, tmp_path, monkeypatch):
     """Also where all teachers are ignored, so that no backward pass frees it."""
-    program, kind = driver.METHODS[method]
+    program, kind = small_run.METHODS[method]
     changes = {"eps_a": 1e9} if method in ("sgsd", "ablations") else {"bank": ""}
-    changes |= {"verifier": "driver:UnevenVerifier", "max_new_tokens": 8}
+    changes |= {"verifier": "small_run:UnevenVerifier", "max_new_tokens": 8}
     alive = []
     predictors = scoring.predictors
 
@@ -195,7 +196,7 @@ def test_no_graph_lives_while_the_next_rollout_is_scored(method, world_dir, tmp_
         return predictors(*args)
 
     monkeypatch.setattr(scoring, "predictors", counted)
-    with driver.opened(world_dir, tmp_path / "run", kind, **changes) as run:
+    with small_run.opened(world_dir, tmp_path / "run", kind, **changes) as run:
         with torch.autograd.graph.saved_tensors_hooks(Saved, lambda saved: saved.x):
             rows_of_step, _ = program.train_step(run, 1)
     assert len(rows_of_step) >= 4
@@ -267,5 +268,5 @@ def test_the_settings_of_algorithms_3_and_4_reach_them_by_name(world_dir, tmp_pa
 
         monkeypatch.setattr(skills, function.__name__, recorded)
     changes = {"merge_group_size": 11, "merge_patience": 2, "steps": 1, "bank": ""}
-    driver.train(world_dir, tmp_path / "run", **given, **changes)
+    small_run.train(world_dir, tmp_path / "run", **given, **changes)
     assert calls == {"cold_start": merging, "evolve": given | merging}
