@@ -5,7 +5,6 @@ cache, no padding, one row alone. Ids travel unchanged, and the outcome comes fr
 """
 
 import functools
-import gc
 import itertools
 import math
 import warnings
@@ -17,7 +16,6 @@ import small_run
 import torch
 from conftest import decoded, make_model, make_tokenizer, one_line, watched
 from tokenizers import AddedToken
-from torch.overrides import TorchFunctionMode
 from transformers import Gemma3Config, GenerationConfig
 
 import rollout
@@ -142,42 +140,6 @@ def test_the_youngest_rows_leave_where_memory_is_full_and_are_read_again():
     assert in_turn == whole and {*map(len, whole.values())} == {40}
     assert decoded(model, jobs, 2, places=3 * 186) == whole
     assert decoded(model, jobs, 6, places=1) == whole  # one row is decoded in any memory
-
-
-def bytes_alive():
-    """Of all tensors that were made after `gc.freeze`, each storage once."""
-    storages = [x.untyped_storage() for x in gc.get_objects() if type(x) is torch.Tensor]
-    return sum({x.data_ptr(): x.nbytes() for x in storages}.values())
-
-
-class WhereRowsJoinAndLeave(TorchFunctionMode):
-    """Notes the bytes that are alive at each of torch's functions outside of `generate`."""
-
-    def __init__(self):
-        super().__init__()
-        self.alive = []
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if not torch.is_inference_mode_enabled():
-            self.alive.append(bytes_alive())
-        return func(*args, **(kwargs or {}))
-
-
-def test_the_cache_lies_in_memory_once_while_rows_grow_join_and_leave():
-    """But for one layer of ten, and free places. Three end together, and others one by one."""
-    model = make_model(num_hidden_layers=10, eos_token_id=None)
-    token_bytes, _ = rollout.cache_bytes(model)
-    jobs = [(1500, limit) for limit in (5, 5, 5, 40, 20, 40, 5, 70)]
-    gc.collect()
-    gc.freeze()
-    try:
-        with WhereRowsJoinAndLeave() as mode:
-            hook = model.register_forward_pre_hook(lambda *_: mode.alive.append(bytes_alive()))
-            decoded(model, jobs, 3)
-            hook.remove()
-    finally:
-        gc.unfreeze()
-    assert 1 <= max(mode.alive) / (3 * 1570 * token_bytes) < 1.3
 
 
 def test_rows_are_read_together_up_to_16384_tokens_and_a_longer_one_alone():
