@@ -107,15 +107,6 @@ def test_teachers_that_do_not_fit_the_context_are_left_out(command, world_dir, t
     assert all(m["grad_norm"] == 0 or "rlsd" in command for m in rows(out / "metrics.jsonl"))
 
 
-def test_skills_that_fill_the_context_of_a_students_prompt_are_one_line(world_dir, tmp_path):
-    save_model(tmp_path / "short", max_position_embeddings=600)
-    argv = ["opsd", f"--bank={world_dir}/bank.json", f"--data={world_dir}/data.jsonl"]
-    argv += [f"--model={tmp_path}/short", f"--encoder={world_dir}/encoder", "--device=cpu"]
-    argv += [f"--out={tmp_path}/run", "--steps=1", "--batch-size=1", "--num-teachers=4"]
-    argv += ["--audit-every=1", "--verifier=small_run:UnevenVerifier"]
-    refused(main, argv, "with 4 pairs its prompt has", "lower --num-teachers")
-
-
 # ---------------------------------------------------------------------------- foreign adapters
 
 IDS = torch.arange(9)[None]
