@@ -134,11 +134,11 @@ def auc_interval(r_B: np.ndarray, a_BK: np.ndarray) -> tuple[float, float]:
     return float(low), float(high)
 
 
-def share(decided_BK: np.ndarray) -> str:
-    """A share of teachers in percent, with its interval over solutions where that has one."""
-    low, high = bootstrap_interval([decided_BK.mean(1)])
-    shown = "" if low is None or high is None else f" ({100 * low:.1f} to {100 * high:.1f})"
-    return f"{100 * decided_BK.mean():.1f}{shown}"
+def shown(values_B: np.ndarray, form: str) -> str:
+    """A mean over solutions, with its interval where that has one."""
+    low, high = bootstrap_interval([values_B])
+    mean = format(values_B.mean(), form)
+    return mean if low is None else f"{mean} ({low:{form}} to {high:{form}})"
 
 
 def table(folder: pathlib.Path) -> Iterator[str]:
@@ -173,13 +173,13 @@ def table(folder: pathlib.Path) -> Iterator[str]:
             continue
         a_BK = np.array([row["a"] for row in rows])
         r_B = np.array([r_of[row["index"]] for row in rows])
-        cells: list[str] = [file.stem, str(a_BK.size), share(np.abs(a_BK) > EPS_A)]
-        cells.append(share(a_BK > 0))
+        cells: list[str] = [file.stem, str(a_BK.size)]
+        for counts_BK in (np.abs(a_BK) > EPS_A, a_BK > 0):
+            cells.append(shown(100 * counts_BK.mean(1), ".1f"))
         for r in (1, -1):
             for sign in (1, -1):
                 cells.append(str(int((sign * a_BK[r_B == r] > EPS_A).sum())))
-        low, high = bootstrap_interval([a_BK.mean(1)])
-        cells.append(f"{a_BK.mean():+.4f} ({low:+.4f} to {high:+.4f})")
+        cells.append(shown(a_BK.mean(1), "+.4f"))
         cells += [f"{np.quantile(a_BK, q):+.4f}" for q in (0.05, 0.5, 0.95)]
         cells.append(f"{np.median(np.abs(a_BK)):.4f}")
         value = auc(a_BK[r_B > 0].ravel(), a_BK[r_B < 0].ravel())
@@ -187,11 +187,8 @@ def table(folder: pathlib.Path) -> Iterator[str]:
         cells.append(f"{value:.2f} ({low:.2f} to {high:.2f})")
         none = mean_of.get(file.stem.partition(",")[0] + ", none", {})
         less = [a - none[i] for i, a in mean_of[file.stem].items() if i in none]
-        shown = ""
-        if less and not file.stem.endswith("none"):
-            low, high = bootstrap_interval([np.array(less)])
-            shown = f"{np.mean(less):+.4f} ({low:+.4f} to {high:+.4f})"
-        yield row_of([*cells, shown])
+        is_compared = less and not file.stem.endswith("none")
+        yield row_of([*cells, shown(np.array(less), "+.4f") if is_compared else ""])
 
 
 def named(text: str) -> tuple[str, str]:
