@@ -102,6 +102,15 @@ def test_pairs_by_hand_and_copied_answers_get_their_verdict(kind, verifier):
     assert verifier.verify("z" * 3000, "z" * 3000) and not verifier.verify("z" * 3000, "z" * 2999)
 
 
+def test_every_reference_equals_itself_in_another_spelling(verifier):
+    """A hundred references of all kinds."""
+    cases = []
+    for gold in [json.loads(line)["answer"] for line in open(ROOT / "tests/data/references.jsonl")]:
+        respelled = gold.replace(r"\frac", r"\dfrac").replace("(", " (")
+        cases += [(gold, gold), (gold, gold if "text" in gold else f"${respelled}$")]
+    assert mistakes(verifier, cases, True) == []
+
+
 def asked(problem, answer, **extra):
     return types.SimpleNamespace(id="p", problem=problem, answer=answer, extra=extra)
 
