@@ -40,7 +40,8 @@ def init(device: str = "auto") -> World:
     objects by gloo; on CPU all travels by gloo. ValueError if torch does not find the GPU of a
     machine that has one; torch itself raises for a used port and for more processes than GPUs.
     """
-    rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    rank = int(os.environ.get("RANK", 0))
+    size = int(os.environ.get("WORLD_SIZE", 1))
     local = int(os.environ.get("LOCAL_RANK", 0))
     here = torch.device("cpu")
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # read at the first use of the device
@@ -191,7 +192,8 @@ def share_jobs(
     rank 0's progress bar; "" for none.
     """
     mine = sorted(jobs, key=lambda job: len(job.prompt))[world.rank :: world.size]
-    turns, left = work(mine), len(jobs)
+    turns = work(mine)
+    left = len(jobs)
     seconds = 0.1 if sys.stderr.isatty() else 60  # between prints of the bar: few in a log
     hidden = not (stage and jobs and world.main)
     with tqdm(desc=stage, total=left, disable=hidden, mininterval=seconds, leave=False) as bar:

@@ -30,7 +30,7 @@ import shlex
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -67,32 +67,30 @@ def pass_at_k(correct_PK: np.ndarray, k: int) -> float:
 
 def maj_at_k(
     preds: Sequence[Sequence[Hashable | None]],
-    golds: Sequence[Any],
-    verify: Callable[[Any, Any], bool],
+    right_PK: Sequence[Sequence[bool]],
+    same: Callable[[Any, Any], bool],
 ) -> float:
-    """Accuracy of each problem's most frequent answer; see `majority`.
+    """Share of problems whose most frequent answer is right; at a tie the first one counts.
 
-    preds: the answers [P][K], such as texts; None for no answer. verify(gold, answer): is it right?
-    verify(answer, answer): are they the same?
+    preds: the answers [P][K], such as texts; None casts no vote. right_PK: their verdicts. Answers
+    count together if `same` calls them equal, and both are right or both are wrong.
     """
-    if len(preds) != len(golds) or not golds:
-        raise ValueError(f"maj_at_k: got {len(preds)} rows of answers for {len(golds)} golds")
-    winners = [majority(row, verify) for row in preds]
-    right = [pred is not None and verify(gold, pred) for gold, pred in zip(golds, winners)]
-    return sum(right) / len(golds)
-
-
-def majority(preds: Sequence[Hashable | None], same: Callable[[Any, Any], bool]) -> Hashable | None:
-    """The most frequent answer, at a tie the first one. None casts no vote; without votes it wins.
-
-    Answers that `same` calls equal count together.
-    """
-    votes: Counter[Hashable] = Counter()
-    for pred in [pred for pred in preds if pred is not None]:
-        if pred not in votes:
-            pred = next((earlier for earlier in votes if same(earlier, pred)), pred)
-        votes[pred] += 1
-    return votes.most_common(1)[0][0] if votes else None
+    wins = 0
+    for preds_K, right_K in zip(preds, right_PK, strict=True):
+        votes: Counter[tuple[Hashable, bool]] = Counter()
+        for pred, right in zip(preds_K, right_K, strict=True):
+            if pred is None:
+                continue
+            if (pred, right) not in votes:
+                for earlier, verdict in votes:
+                    if verdict == right and same(earlier, pred):
+                        pred = earlier
+                        break
+            votes[pred, right] += 1
+        if votes:
+            (_, is_right), _ = votes.most_common(1)[0]
+            wins += is_right
+    return wins / len(preds)
 
 
 def bootstrap_interval(sets_P: Sequence[np.ndarray]) -> tuple[float | None, float | None]:
@@ -171,9 +169,11 @@ def base_of(place: pathlib.Path, base: str) -> str:
     ValueError for a damaged checkpoint, and if the base is a path that is not there, such as one of
     another machine.
     """
-    digests = files.digests_of(place)  # the trainer's files may be gone
-    needed = [name for name in digests if files.is_of_a_model(pathlib.Path(name))]
-    files.refuse_damaged(place, {name: digests[name] for name in needed})
+    needed = {}  # the trainer's files may be gone
+    for name, digest in files.digests_of(place).items():
+        if files.is_of_a_model(pathlib.Path(name)):
+            needed[name] = digest
+    files.refuse_damaged(place, needed)
     if not (place / "adapter_config.json").exists():
         return str(place)
     base = base or model.lora_of(place)[0]
@@ -189,18 +189,28 @@ def find_policies(cfg: EvalConfig) -> list[Policy]:
     home = pathlib.Path(cfg.out or (runs[0] / "eval" if runs else "eval")).resolve()
     policies: dict[pathlib.Path, Policy] = {}
     for place in places:
-        run, base = run_of(place), base_of(place, cfg.model)
-        if any(home.is_relative_to(pathlib.Path(used).resolve()) for used in (place, base)):
-            raise ValueError(f"{home}: lies in the directory of a model; give another --out")
-        name = f"{run.name}/{place.name}" if run else "/".join(place.parts[-2:])
-        folder = home / name.replace("/", "--")
-        if run and not cfg.out:
-            folder = run / "eval" / place.name
-        folder = pathlib.Path(os.path.relpath(folder) + "--skills" * bool(cfg.skills))
+        base = base_of(place, cfg.model)
+        for used in (place, base):
+            if home.is_relative_to(pathlib.Path(used).resolve()):
+                raise ValueError(f"{home}: lies in the directory of a model; give another --out")
+        folder = folder_of(place, home, cfg)
         first = policies.setdefault(folder, Policy(str(place), base, folder))
         if first.path != str(place):
             raise ValueError(f"{first.path} and {place} both write to {folder}; rename one")
     return list(policies.values())
+
+
+def folder_of(place: pathlib.Path, home: pathlib.Path, cfg: EvalConfig) -> pathlib.Path:
+    """The folder of a policy's samples and results, as we print it. home: --out, or its default."""
+    run = run_of(place)
+    if run and not cfg.out:
+        folder = run / "eval" / place.name
+    else:
+        name = f"{run.name}/{place.name}" if run else "/".join(place.parts[-2:])
+        folder = home / name.replace("/", "--")
+    if cfg.skills:
+        folder = folder.with_name(f"{folder.name}--skills")
+    return pathlib.Path(os.path.relpath(folder))
 
 
 # ------------------------------------------------- the problems, and the samples of each policy
@@ -243,13 +253,10 @@ def prepare(
     bases = sorted({served.whole_name(policy.base) for policy in policies})
     if cfg.server and len(bases) > 1:
         raise ValueError(f"--server: serves one base model, got {', '.join(bases)}")
-    look = functools.cache(
-        model.load_outline
-        if cfg.server
-        else functools.partial(model.load_model, device="meta", dtype=cfg.dtype, attn=cfg.attn)
-    )
     print_notes(policies, sets, cfg)
-    prompts, shared = make_prompts(cfg, sets, world), sample_settings(cfg, world)
+    prompts = make_prompts(cfg, sets, world)
+    shared = sample_settings(cfg, world)
+    look = functools.cache(lambda base: look_at(base, cfg))
     for policy in policies:
         lm, tokenizer = look(policy.base)
         policy.settings = {
@@ -261,7 +268,7 @@ def prepare(
         longest = max((sample.job for sample in policy.samples), key=lambda job: len(job.prompt))
         if len(longest.prompt) >= rollout.context_limit(lm):
             raise ValueError(
-                f"{policy.path}: problem {longest.problem.id} fills the model's context; take it "
+                f"{policy.path}: problem {longest.x.id} fills the model's context; take it "
                 "out of --data"
             )
     for policy in policies:
@@ -269,13 +276,25 @@ def prepare(
     return [missing_samples(policy) for policy in policies]
 
 
+def look_at(base: str, cfg: EvalConfig) -> tuple[Any, Any]:
+    """A model without its numbers, and its tokenizer."""
+    if cfg.server:
+        return model.load_outline(base)
+    return model.load_model(base, "meta", dtype=cfg.dtype, attn=cfg.attn)
+
+
 def print_notes(policies: list[Policy], sets: Sets, cfg: EvalConfig) -> None:
     """Print what a run read or judged otherwise, and how many of the problems it was trained on."""
-    rules = config.Common.rules()
-    judging = {name: getattr(cfg, name) for name in rules if rules[name].group == "the problems"}
-    asked = {problems.fingerprint(x.problem) for x in itertools.chain.from_iterable(sets.values())}
-    runs = [run_of(pathlib.Path(policy.path)) for policy in policies]
-    for run in dict.fromkeys(run for run in runs if run and (run / "problems.json").exists()):
+    judging = {}
+    for name, rule in config.Common.rules().items():
+        if rule.group == "the problems":
+            judging[name] = getattr(cfg, name)
+    asked = set()
+    for x in itertools.chain.from_iterable(sets.values()):
+        asked.add(problems.fingerprint(x.problem))
+    for run in dict.fromkeys(run_of(pathlib.Path(policy.path)) for policy in policies):
+        if not run or not (run / "problems.json").exists():
+            continue
         trained = files.read_json(run / "config.json")["settings"]
         if other := config.flags_that_differ(trained, judging):
             ours = config.flags_that_differ(judging, trained)
@@ -289,8 +308,6 @@ def print_notes(policies: list[Policy], sets: Sets, cfg: EvalConfig) -> None:
 
 def make_prompts(cfg: EvalConfig, sets: Sets, world: World) -> dict[str, str]:
     """{problem: prompt}: the plain one, or with --skills that of Base+Skill (Tab. 12, S14)."""
-    data = itertools.chain.from_iterable(sets.values())
-    pairs: dict[str, list[skills.SkillPair]] = {x.problem: [] for x in data}
     if cfg.skills:
         bank = skills.SkillBank.load(cfg.skills)
         if cfg.num_skills > min(bank.counts.values()):
@@ -298,8 +315,11 @@ def make_prompts(cfg: EvalConfig, sets: Sets, world: World) -> dict[str, str]:
                 f"--num-skills {cfg.num_skills}: --skills {cfg.skills} has {bank.sizes}; lower it"
             )
         embed = model.load_encoder(cfg.encoder, str(world.device))
-        pairs = {problem: bank.retrieve(problem, cfg.num_skills, embed) for problem in pairs}
-    return {problem: skills.render_skills(pairs[problem], problem) for problem in pairs}
+    prompts = {}
+    for x in itertools.chain.from_iterable(sets.values()):
+        pairs = bank.retrieve(x.problem, cfg.num_skills, embed) if cfg.skills else []
+        prompts[x.problem] = skills.render_skills(pairs, x.problem)
+    return prompts
 
 
 def sample_settings(cfg: EvalConfig, world: World) -> dict[str, Any]:
@@ -307,9 +327,11 @@ def sample_settings(cfg: EvalConfig, world: World) -> dict[str, Any]:
 
     lib/verify.py is left out: after an edit of its rules evaluate into another --out.
     """
+    settings: dict[str, Any] = {"device": world.device.type}  # digests depend on the order
     rules = cfg.rules()
-    values = {name: value for name, value in asdict(cfg).items() if not rules[name].free}
-    settings = {"device": world.device.type, **values}  # digests depend on the order
+    for name, value in asdict(cfg).items():
+        if not rules[name].free:
+            settings[name] = value
     if cfg.verifier != EvalConfig.verifier:  # a class of the user's own
         settings["verifier"] += f" ({files.file_digest(verify.file_of(cfg.verifier))})"
     return settings | {
@@ -342,7 +364,7 @@ def samples_of(
                 key = rollout.sample_key(cfg.seed, 0, x.problem, number)
                 digest = files.digest(settings, prompt, key, judged_by(x, cfg))
                 row = {"set": name, "id": x.id, "sample": number, "digest": digest}
-                job = Job(len(samples), prompt, key=key, tokens_left=cfg.max_new_tokens, problem=x)
+                job = Job(len(samples), prompt, key=key, tokens_left=cfg.max_new_tokens, x=x)
                 samples.append(Sample(row, job))
     return samples
 
@@ -377,8 +399,11 @@ def draw(
             turns = stream(jobs_of_rank, sampling, cfg.rows)
             return rollout.rollouts(tokenizer, stops, verifier, turns)
 
-        jobs = [sample.job for sample in missing]
-        sample_rows = {sample.job.index: sample.row for sample in missing}
+        jobs = []
+        row_of = {}
+        for sample in missing:
+            jobs.append(sample.job)
+            row_of[sample.job.index] = sample.row
         for judged in distributed.share_jobs(world, jobs, work, str(policy.folder)):
             rows = []
             for job, roll in judged:
@@ -391,7 +416,7 @@ def draw(
                     "text": roll.text,
                     "engine": engine,
                 }
-                rows.append(sample_rows[job.index] | drawn)
+                rows.append(row_of[job.index] | drawn)
             if world.main and rows:
                 files.append_jsonl(policy.folder / "samples.jsonl", rows)
 
@@ -406,7 +431,8 @@ def load_policy(
     is_adapter = policy.path != policy.base
     if cfg.server:
         lm, tokenizer = model.load_outline(policy.base)
-        url, stops = cfg.server[world.rank % len(cfg.server)], rollout.stop_ids(lm, tokenizer)
+        url = cfg.server[world.rank % len(cfg.server)]
+        stops = rollout.stop_ids(lm, tokenizer)
         server = served.Server(url, policy.base, stops, rollout.context_limit(lm))
         server.check()
         name = loaded.enter_context(server.adapter(policy.path)) if is_adapter else ""
@@ -420,15 +446,8 @@ def load_policy(
 # ------------------------------------------------------------------------------------- the figures
 
 
-class Answer(NamedTuple):
-    """A sample's answer, and whether the verifier, which knew the problem, accepted it."""
-
-    text: str
-    right: bool
-
-
 def figures(
-    ids: Sequence[str], rows: list[dict], k: int, same: Callable[[str, str], bool]
+    ids: Sequence[str], rows: list[dict], k: int, same: Callable[[Any, Any], bool]
 ) -> dict[str, Any]:
     """The figures of one set. ids: its problems'. rows: of samples.jsonl, in order, k a problem.
 
@@ -437,27 +456,23 @@ def figures(
     """
     correct_PK = np.array([row["r"] > 0 for row in rows]).reshape(-1, k)
     low, high = bootstrap_interval([correct_PK.mean(1)])
-    answers = [
-        Answer(row["pred"], row["r"] > 0) if row["pred"] is not None else None for row in rows
-    ]
-    answers_PK = [answers[i : i + k] for i in range(0, len(rows), k)]
-    golds = [row["gold"] for row in rows[::k]]
-
-    def alike(one: str | Answer, other: Answer) -> bool:
-        """Whether an answer is right, or is the same as another. one: a gold, or an answer."""
-        if isinstance(one, str):
-            return other.right
-        return one.right == other.right and same(one.text, other.text)
-
+    preds = []
+    boxed = truncated = tokens = 0
+    for row in rows:
+        preds.append(row["pred"])
+        boxed += row["pred"] is not None
+        truncated += row["truncated"]
+        tokens += row["tokens"]
+    preds_PK = [preds[i : i + k] for i in range(0, len(rows), k)]
     return {
         "avg": avg_at_k(correct_PK),
         "avg_low": low,
         "avg_high": high,
         "pass": pass_at_k(correct_PK, k),
-        "maj": maj_at_k(answers_PK, golds, alike),
-        "boxed": sum(row["pred"] is not None for row in rows) / len(rows),
-        "truncated": sum(row["truncated"] for row in rows) / len(rows),
-        "tokens": sum(row["tokens"] for row in rows) / len(rows),
+        "maj": maj_at_k(preds_PK, correct_PK.tolist(), same),
+        "boxed": boxed / len(rows),
+        "truncated": truncated / len(rows),
+        "tokens": tokens / len(rows),
         "right": dict(zip(ids, correct_PK.sum(1).tolist(), strict=True)),
     }
 
@@ -468,7 +483,8 @@ def interval(row: dict[str, Any], name: str, sign: str = "") -> str:
     If all samples are wrong, or all right, we use the rule of three: with n problems, the true rate
     is at most 3/n, or at least 1 - 3/n.
     """
-    low, high = row[f"{name}_low"], row[f"{name}_high"]
+    low = row[f"{name}_low"]
+    high = row[f"{name}_high"]
     if name == "avg" and row[name] in (0, 1):
         most = min(1.0, 3 / row["problems"])
         return f"at least {1 - most:.1%}" if row[name] else f"at most {most:.1%}"
@@ -484,10 +500,10 @@ def line_of(policy: Policy, name: str, row: dict[str, Any], cfg: EvalConfig) -> 
         f"cut {row['truncated']:.1%}, {row['tokens']:.0f} tokens, {row['problems']} problems"
     )
     if row["truncated"] > 0.5:
-        line += (
-            f"; most were cut: raise --max-new-tokens {cfg.max_new_tokens}, if the model's context "
-            "allows" + ", or --no-thinking" * cfg.thinking
-        )
+        line += f"; most were cut: raise --max-new-tokens {cfg.max_new_tokens}, if the model's "
+        line += "context allows"
+        if cfg.thinking:
+            line += ", or --no-thinking"
     return line
 
 
@@ -500,8 +516,7 @@ def evaluate(cfg: EvalConfig, world: World) -> None:
         with command.one_line_errors(cfg.program, *command.GIVEN):
             # Rank 0 reads folders and data, and tells the others; each rank reads the models.
             policies = distributed.broadcast(find_policies(cfg) if world.main else None, world)
-            paths = [policy.path for policy in policies] + [policy.base for policy in policies]
-            weights = {path: files.tree_digest(path) for path in dict.fromkeys(paths)}
+            weights = digests_of_weights(policies)
             flags = {config.flag(name): value for name, value in asdict(cfg).items()}
             shared = {**flags, "--out": "", **weights}
             distributed.refuse_other_commands(distributed.all_gather(shared, world))
@@ -524,14 +539,26 @@ def evaluate(cfg: EvalConfig, world: World) -> None:
         distributed.barrier(world)
 
 
+def digests_of_weights(policies: list[Policy]) -> dict[str, str]:
+    """Digests of the files of all models, adapters and bases, by path."""
+    digests: dict[str, str] = {}
+    for policy in policies:
+        for path in (policy.path, policy.base):
+            if path not in digests:
+                digests[path] = files.tree_digest(path)
+    return digests
+
+
 def write_results(policy: Policy, sets: Sets, verifier: verify.Judge, cfg: EvalConfig) -> None:
     """Put a policy's figures into its results.json, and print them."""
     drawn = {row.get("digest"): row for row in files.read_jsonl(policy.folder / "samples.jsonl")}
     file = policy.folder / "results.json"
     table = files.read_json(file) if file.exists() else {}
     for name, data in sets.items():
-        needed = [sample.row for sample in policy.samples if sample.row["set"] == name]
-        rows = [drawn[row["digest"]] for row in needed]
+        rows = []
+        for sample in policy.samples:
+            if sample.row["set"] == name:
+                rows.append(drawn[sample.row["digest"]])
         table[name] = {
             "digest": files.digest([judged_by(x, cfg) for x in data]),
             "problems": len(data),
@@ -545,7 +572,7 @@ def write_results(policy: Policy, sets: Sets, verifier: verify.Judge, cfg: EvalC
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns its exit code."""
-    command.Signals()  # a signal ends the command at once
+    command.Signals().install()  # a signal ends the command at once
     cfg = command.parse(argv, __doc__, EvalConfig)
     with command.one_line_errors(cfg.program, *command.GIVEN):
         # With a server this process computes nothing: CPU and gloo.

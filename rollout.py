@@ -80,8 +80,10 @@ def _neutral(tokenizer, text: str) -> str:
 
 def text_of(tokenizer, ids: list[int]) -> str:
     """Decode ids, without special tokens. Think tags stay, because the answer comes after them."""
-    hidden = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-    hidden |= {*tokenizer.all_special_ids}
+    hidden = {*tokenizer.all_special_ids}
+    for i, token in tokenizer.added_tokens_decoder.items():
+        if token.special:
+            hidden.add(i)
     hidden -= {tokenizer.added_tokens_encoder.get(tag) for tag in THINK}
     return tokenizer.decode([i for i in ids if i not in hidden])
 
@@ -182,7 +184,8 @@ class KeyedDraw(LogitsProcessor):
     """
 
     def __init__(self, keys: Sequence[int], starts: Sequence[int], sampling: Sampling):
-        self.keys_B, self.starts_B = np.array(keys, dtype=np.uint64), np.array(starts)
+        self.keys_B = np.array(keys, dtype=np.uint64)
+        self.starts_B = np.array(starts)
         self.sampling = sampling
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
@@ -202,7 +205,7 @@ class Job:
     prompt: list[int]
     key: int  # a `sample_key`
     tokens_left: int  # tokens that may still be sampled; 0 when the job is done
-    problem: Any = None  # has .id, .problem and .answer; None if the completion is not judged
+    x: Any = None  # has .id, .problem and .answer; None if the completion is not judged
     ids: list[int] = field(default_factory=list)
 
 
@@ -223,10 +226,11 @@ def stream(
     """
     if rows < 1 or not all(job.prompt for job in jobs):
         raise ValueError(f"stream needs rows >= 1, got {rows}, and prompts that are not empty")
-    causal, stops, was_training = causal_lm(model), stop_ids(model, tokenizer), model.training
-    context = context_limit(model)
+    causal = causal_lm(model)
+    stops = stop_ids(model, tokenizer)
+    was_training = model.training
     for job in jobs:
-        job.tokens_left = int(max(0, min(job.tokens_left, context - len(job.prompt))))
+        job.tokens_left = int(max(0, min(job.tokens_left, context_limit(model) - len(job.prompt))))
     waiting = collections.deque(job for job in jobs if job.tokens_left)
     running: list[Job] = []
     cache: Any = None  # of the running rows
@@ -282,7 +286,8 @@ def _next_pack(
 
 def _turn(causal, jobs: list[Job]) -> int:
     """Tokens of the next turn: as many as some job wants, within the longest row's context."""
-    most, left = TURN_TOKENS.get(causal.device.type, 64), context_limit(causal) - _width(jobs)
+    most = TURN_TOKENS.get(causal.device.type, 64)
+    left = context_limit(causal) - _width(jobs)
     return int(min(most, max(job.tokens_left for job in jobs), left))
 
 
@@ -297,7 +302,9 @@ def _decode(
 ) -> None:
     """Add up to `steps` tokens to each job. The cache is empty, or lacks only jobs' last ids."""
     width = _width(jobs)
-    ids, mask, starts = [], [], []
+    ids = []
+    mask = []
+    starts = []
     for job in jobs:
         ids_so_far = job.prompt + job.ids
         padding = [0] * (width - len(ids_so_far))
@@ -343,9 +350,12 @@ def cache_bytes(causal) -> tuple[int, int]:
     _decode(causal, [Job(0, [0], key=0, tokens_left=1)], cache, 1, Sampling(temperature=0.0), [0])
     token_bytes = row_bytes = 0
     for layer in cache.layers:
-        token_bytes += sum(x[:, :, 0].nbytes for x in getattr(layer, "buffers", ()))
+        for x in getattr(layer, "buffers", ()):
+            token_bytes += x[:, :, 0].nbytes
         for name in STATES:
-            row_bytes += sum(x.nbytes for x in getattr(layer, name, {}).values() if x is not None)
+            for x in getattr(layer, name, {}).values():
+                if x is not None:
+                    row_bytes += x.nbytes
     return token_bytes, row_bytes
 
 
@@ -360,7 +370,8 @@ class RoomyLayer(DynamicLayer):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
             self.hold([key_states[:, :, :0]], [value_states[:, :, :0]], 0)
-        begin, end = self.get_seq_length(), self.get_seq_length() + key_states.shape[2]
+        begin = self.get_seq_length()
+        end = begin + key_states.shape[2]
         if end > self.buffers[0].shape[2]:
             self.hold([self.keys], [self.values], begin, end - begin + FREE_PLACES)
         for buffer, new in zip(self.buffers, (key_states, value_states)):
@@ -368,11 +379,11 @@ class RoomyLayer(DynamicLayer):
         self.keys, self.values = (buffer[:, :, :end] for buffer in self.buffers)
         return self.keys, self.values
 
-    def hold(self, keys: list, values: list, width: int, free: int = FREE_PLACES) -> None:
+    def hold(self, keys: list, values: list, width: int, spare: int = FREE_PLACES) -> None:
         """Join the rows of these tensors, each cut or padded on the left to `width` places."""
         self.buffers: list[Tensor] = []
         for parts in (keys, values):
-            padded = [pad(x, (0, 0, width - x.shape[2], free)) for x in parts]
+            padded = [pad(x, (0, 0, width - x.shape[2], spare)) for x in parts]
             self.buffers.append(torch.cat(padded) if padded[1:] else padded[0])
         self.keys, self.values = (buffer[:, :, :width] for buffer in self.buffers)
 
@@ -408,11 +419,14 @@ def _gathered(caches: list[Any], rows: Any, width: int) -> DynamicCache:
         for cache in caches[1:]:
             cache.layers[i] = None
         if hasattr(layer, "buffers"):
-            layer.hold([x.keys[rows] for x in layers], [x.values[rows] for x in layers], width)
+            keys = [x.keys[rows] for x in layers]
+            values = [x.values[rows] for x in layers]
+            layer.hold(keys, values, width)
         for name in STATES:
             states = getattr(layer, name, {})
-            for number in [number for number, state in states.items() if state is not None]:
-                states[number] = torch.cat([getattr(x, name)[number][rows] for x in layers])
+            for number, state in [*states.items()]:
+                if state is not None:
+                    states[number] = torch.cat([getattr(x, name)[number][rows] for x in layers])
     return caches[0]
 
 
@@ -462,14 +476,16 @@ def rollouts(
     ValueError if a verdict is not a bool.
     """
     for jobs in turns:
-        texts = [text_of(tokenizer, job.ids) for job in jobs]
+        texts = []
         cases = []
-        for job, text in zip(jobs, texts):
-            cases.append((job.problem, think_tag(tokenizer, job.prompt) + text))
+        for job in jobs:
+            text = text_of(tokenizer, job.ids)
+            texts.append(text)
+            cases.append((job.x, think_tag(tokenizer, job.prompt) + text))
         verdicts = verifier.judge(cases) if jobs else []
         judged = []
         for job, text, verdict in zip(jobs, texts, verdicts, strict=True):
-            x = job.problem
+            x = job.x
             if not isinstance(verdict.right, bool | np.bool_):
                 rule = "a verdict must be True or False"
                 raise ValueError(f"verifier: {rule}, got {verdict.right!r} for problem {x.id}")

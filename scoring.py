@@ -72,7 +72,8 @@ def score_teachers(
     Returns [K, T] fp32 nats without gradient.
     """
     logpT_KT = torch.zeros(len(contexts_K), len(ids_T), device=causal_lm(model).device)
-    for group in packs([len(context) + len(ids_T) for context in contexts_K], budget):
+    lengths = [len(context) + len(ids_T) for context in contexts_K]
+    for group in packs(lengths, budget):
         contexts = [contexts_K[k] for k in group]
         completions = [ids_T] * len(group)
         logpT_KT[group] = token_logprobs(model, contexts, completions, temperature=temperature)
@@ -104,7 +105,8 @@ def predictors(
         out_BLx = causal.base_model(input_ids=ids_BL, use_cache=False).last_hidden_state
     else:
         out_BLx = causal(input_ids=ids_BL, use_cache=False).logits
-    states, ids = [], []
+    states = []
+    ids = []
     for prompt, row, ids_L, out_Lx in zip(prompt_ids, rows, ids_BL, out_BLx):
         states.append(out_Lx[len(prompt) - 1 : len(row) - 1])  # place t - 1 predicts token t
         ids.append(ids_L[len(prompt) : len(row)])
@@ -124,7 +126,8 @@ def over_slices(
     logits / temperature for each of them, and returns one row per position.
     The backward pass recomputes a slice's logits, so that [N, V] logits never exist as a whole.
     """
-    head_VD, sliced = causal_lm(model).get_output_embeddings().weight, has_plain_head(model)
+    head_VD = causal_lm(model).get_output_embeddings().weight
+    sliced = has_plain_head(model)
     weight_VD = head_VD.float()
 
     def one_slice(ids_n: Tensor, *states_nD: Tensor) -> Tensor:
@@ -138,9 +141,11 @@ def over_slices(
 
     # With a gradient, memory also holds the results of f and the gradients of both.
     copies = len(states) * (4 if torch.is_grad_enabled() else 1)
-    rows = max(1, SLICE_LOGITS.get(weight_VD.device.type, 1 << 27) // (weight_VD.shape[0] * copies))
+    most = SLICE_LOGITS.get(weight_VD.device.type, 1 << 27)
+    rows = max(1, most // (weight_VD.shape[0] * copies))
+    slices = [x.split(rows) for x in (ids_N, *states)]
     results = []
-    for parts in zip(*[x.split(rows) for x in (ids_N, *states)]):
+    for parts in zip(*slices):
         results.append(checkpoint(one_slice, *parts, use_reentrant=False, preserve_rng_state=False))
     return torch.cat(results)
 
@@ -169,7 +174,8 @@ def has_plain_head(model) -> bool:
     """
     causal = causal_lm(model)
     if not hasattr(causal, "has_plain_head"):
-        head_VD, plain = causal.get_output_embeddings().weight, causal.base_model is not causal
+        head_VD = causal.get_output_embeddings().weight
+        plain = causal.base_model is not causal
         ids_1L = (torch.arange(1, 9, device=causal.device) * 7919 % len(head_VD))[None]
         with torch.no_grad():
             if plain:

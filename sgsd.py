@@ -147,8 +147,8 @@ def token_mask(ids_T: Sequence[int] | Tensor, masked_ids: Collection[int]) -> Te
     return 1.0 - torch.isin(ids, masked).float()
 
 
-def unmasked(x_KT: Tensor, mask_T: Tensor) -> Tensor:
-    """x_t where m_t = 1, else 0, so that a masked inf or nan has no part in the loss. [K, T]."""
+def zero_masked(x_KT: Tensor, mask_T: Tensor) -> Tensor:
+    """x_t where m_t = 1, else 0. (A product would keep a masked inf or nan.) [K, T]."""
     return torch.where(mask_T.bool(), x_KT, 0)
 
 
@@ -166,7 +166,7 @@ def robust_support(delta_KT: Tensor, mask_T: Tensor, c_delta: float) -> Tensor:
 
     No gradient. It is 0 where all is masked (S1).
     """
-    delta_KT = unmasked(delta_KT.detach(), mask_T)
+    delta_KT = zero_masked(delta_KT.detach(), mask_T)
     return masked_mean(delta_KT.clamp(-c_delta, c_delta), mask_T)
 
 
@@ -194,7 +194,7 @@ def gated_loss(delta: Tensor, tau_g: float) -> Tensor:
 
 def teacher_losses(delta_KT: Tensor, mask_T: Tensor, tau_g: float) -> Tensor:
     """lbar^(k): mean gated loss over unmasked tokens, of *unclipped* gaps (Eq. 15, §2.5). [K]."""
-    delta_KT = unmasked(delta_KT, mask_T)
+    delta_KT = zero_masked(delta_KT, mask_T)
     return masked_mean(gated_loss(delta_KT, tau_g), mask_T)
 
 
@@ -226,7 +226,18 @@ def loss_of(
     lbar_K = teacher_losses(delta_KT, mask_T, cfg.tau_g)  # line 12, Eqs. 14-15
     loss = sgsd_loss(lbar_K, alpha_K, rho_K)  # line 14, Eq. 16
     credit_KT = token_credit(delta_KT, mask_T, alpha_K, rho_K, cfg.tau_g)
-    numbers = {
+    numbers = numbers_of(delta_KT, mask_T, alpha_K, a_K, rho_K, lbar_K)
+    return loss, numbers | {"credit": credit_KT}
+
+
+# What follows is for the logs and the tests: the loss does not depend on it.
+
+
+def numbers_of(
+    delta_KT: Tensor, mask_T: Tensor, alpha_K: Tensor, a_K: Tensor, rho_K: Tensor, lbar_K: Tensor
+) -> dict[str, Tensor]:
+    """What the logs keep of a rollout's loss, detached, by its names there."""
+    return {
         "alpha": alpha_K,
         "a_plain": plain_support(delta_KT),
         "a": a_K,
@@ -234,12 +245,7 @@ def loss_of(
         "losses": lbar_K.detach(),
         "mask": mask_T.int(),
         "delta": delta_KT.detach(),
-        "credit": credit_KT,
     }
-    return loss, numbers
-
-
-# What follows is for the logs and the tests: the loss does not depend on it.
 
 
 def plain_support(delta_KT: Tensor) -> Tensor:
@@ -265,7 +271,7 @@ def token_credit(
 
     -grad L = sum over k and t of W_t^(k) grad log p_S(y_t). No gradient.
     """
-    g_KT = gate_grad(unmasked(delta_KT.detach(), mask_T), tau_g)
+    g_KT = gate_grad(zero_masked(delta_KT.detach(), mask_T), tau_g)
     m_T = mask_T.to(g_KT)
     return (alpha_K * rho_K).detach()[:, None] * m_T / (m_T.sum() + EPS) * g_KT
 
@@ -349,14 +355,15 @@ def step_jobs(run: Run, step: int) -> list[Job]:
     is its problem's place in the minibatch. The student never sees the pairs of line 4, so we
     retrieve them later.
     """
-    cfg, world = run.cfg, run.world
+    cfg = run.cfg
+    world = run.world
     batch = problems.minibatch(run.problems, cfg.batch_size, step, cfg.seed)
     jobs = []
     for index in range(world.rank, len(batch), world.size):
         x, epoch = batch[index]
         key = rollout.sample_key(cfg.seed, step, x.id, epoch)
         prompt = student_prompt(run, x.problem)
-        jobs.append(Job(index, prompt, key=key, tokens_left=cfg.max_new_tokens, problem=x))
+        jobs.append(Job(index, prompt, key=key, tokens_left=cfg.max_new_tokens, x=x))
     return jobs
 
 
@@ -370,22 +377,12 @@ def solve(run: Run, jobs: list[Job]) -> list[Rollout]:
     """
     cfg = run.cfg
     sampling = Sampling(temperature=cfg.temperature, top_p=cfg.top_p, top_k=cfg.top_k)
-    rows = cfg.rollout_rows or max(1, len(jobs))
-    turns = rollout.stream(run.lm, run.tokenizer, jobs, sampling, rows)
+    turns = run.stream(jobs, sampling, cfg.rollout_rows or max(1, len(jobs)))
     roll_of: dict[int, Rollout] = {}
     for judged in rollout.rollouts(run.tokenizer, run.stops, run.verifier, turns):
         roll_of |= {job.index: roll for job, roll in judged}
     run.clock.lap("gen")
     return [roll_of[job.index] for job in jobs]
-
-
-def masked_ids(run: Run) -> set[int]:
-    """The ids that the token mask leaves out (S2).
-
-    run.format_ids: special ids, <|...|>, think tags, and tokens of 1 to 8 newlines and nothing
-    else. run.stops: the ids that end a completion.
-    """
-    return run.format_ids | {*run.stops}
 
 
 def pair_weights(run: Run, pairs_K: Sequence[SkillPair]) -> Tensor:
@@ -397,8 +394,9 @@ def pair_weights(run: Run, pairs_K: Sequence[SkillPair]) -> Tensor:
 
 def rollout_loss(run: Run, roll: Rollout, pairs_K: Sequence[SkillPair]) -> RolloutLoss:
     """Lines 5-6 and 8-14: the loss of a rollout, from all K teachers' scores of its tokens."""
-    cfg, ids_T = run.cfg, roll.completion_ids
-    mask_T = token_mask(torch.tensor(ids_T, device=run.device), masked_ids(run))
+    cfg = run.cfg
+    ids_T = roll.completion_ids
+    mask_T = token_mask(torch.tensor(ids_T, device=run.device), run.masked_ids)
     pairs_K, contexts_K = teacher_prompts(run, pairs_K, roll.problem, roll)  # line 6
     alpha_K = pair_weights(run, pairs_K)  # line 5
     # Line 9. The teachers are the present policy with its adapters, without a gradient.
@@ -407,9 +405,7 @@ def rollout_loss(run: Run, roll: Rollout, pairs_K: Sequence[SkillPair]) -> Rollo
     # One pass of the student serves all K teachers: the same gradient as K passes, cheaper (D7).
     logpS_T = scoring.score_student(run.lm, roll.prompt_ids, ids_T)  # Eq. 5
     loss, numbers = loss_of(cfg, logpT_KT, logpS_T, mask_T, alpha_K, reward(roll))  # lines 10-14
-    if not numbers["rho"].any() and loss.isfinite():
-        loss = loss.detach()  # all teachers are ignored. A NaN keeps its graph, and line 16 skips
-    return for_the_logs(loss, numbers)._replace(pairs_K=pairs_K)
+    return result_of(loss, numbers)._replace(pairs_K=pairs_K)
 
 
 def train_step(run: Run, step: int) -> tuple[list[dict], float]:
@@ -422,7 +418,8 @@ def train_step(run: Run, step: int) -> tuple[list[dict], float]:
     happens, how to avoid. The K nearest skills and the K nearest mistakes by cosine are paired rank
     by rank; a shorter list makes fewer pairs.
     """
-    cfg, rows = run.cfg, []
+    cfg = run.cfg
+    rows = []
     jobs = step_jobs(run, step)  # line 2
     for job, roll in zip(jobs, solve(run, jobs)):  # line 7
         pairs_K = run.bank.retrieve(roll.problem, cfg.num_teachers, run.embed)  # line 4, Eq. 2
@@ -442,7 +439,8 @@ def optimizer_step(run: Run, step: int) -> float:
     Returns the norm before clipping. A missing gradient counts as 0, so AdamW steps even where all
     teachers were ignored. The sum spreads a NaN to all ranks, so all of them skip the step.
     """
-    cfg, params = run.cfg, list(model.trained(run.lm).values())
+    cfg = run.cfg
+    params = list(model.trained(run.lm).values())
     distributed.sum_gradients(params, run.world)
     norm = float(torch.nn.utils.clip_grad_norm_(params, cfg.grad_clip))
     run.optimizer.param_groups[0]["lr"] = cfg.learning_rate * (1 - (step - 1) / cfg.steps)
@@ -456,11 +454,18 @@ def optimizer_step(run: Run, step: int) -> float:
 # What follows is for the logs.
 
 
-def for_the_logs(loss: Tensor, numbers: dict[str, Tensor]) -> RolloutLoss:
-    """The result of `loss_of`, with its numbers sorted by the log that they go to."""
-    token_numbers = {name: numbers[name] for name in ("mask", "delta", "credit")}
-    rest = {name: x for name, x in numbers.items() if name not in token_numbers}
-    return RolloutLoss(loss, rest, token_numbers)
+def result_of(loss: Tensor, numbers: dict[str, Tensor]) -> RolloutLoss:
+    """A loss and its numbers, sorted by the log that they go to.
+
+    If all teachers are ignored, the gradient is 0: we drop the graph, so that no backward pass is
+    made. But a NaN keeps it: its gradient is NaN, too, and `optimizer_step` then skips the step.
+    """
+    if not numbers["rho"].any() and loss.isfinite():
+        loss = loss.detach()
+    of_tokens: dict[str, Tensor] = {
+        name: numbers.pop(name) for name in ("mask", "delta", "credit") if name in numbers
+    }
+    return RolloutLoss(loss, numbers, of_tokens)
 
 
 def log_row(
@@ -536,10 +541,11 @@ def seed_memories(run: Run, seeds: Sequence[Problem]) -> list[dict]:
     jobs: list[Job] = []
     for x in seeds:
         if x.id not in memories:
-            key, limit = rollout.sample_key(cfg.seed, 0, x.id), cfg.cold_start_tokens
+            key = rollout.sample_key(cfg.seed, 0, x.id)
+            limit = cfg.cold_start_tokens
             text = skills.render("seed_problem", {"problem": x.problem})
             prompt = rollout.chat_ids(run.tokenizer, text, thinking=thinking)
-            jobs.append(Job(len(jobs), prompt, key=key, tokens_left=limit, problem=x))
+            jobs.append(Job(len(jobs), prompt, key=key, tokens_left=limit, x=x))
     sampling = Sampling(temperature=cfg.cold_start_temperature, top_p=0.95, top_k=0)
     for judged in shared_rollouts(run, jobs, sampling):
         fresh = []
@@ -553,7 +559,8 @@ def seed_memories(run: Run, seeds: Sequence[Problem]) -> list[dict]:
 
 def begin_bank(run: Run) -> None:
     """Set the run's bank: the one it has, that of --bank, or Algorithm 2's (D9)."""
-    started, seconds = time.monotonic(), 0.0
+    started = time.monotonic()
+    seconds = 0.0
     if run.bank is None:
         run.bank = make_bank(run)
         seconds = time.monotonic() - started
@@ -572,9 +579,11 @@ def evolve_bank(run: Run) -> None:
 
     The window is cleared afterwards, even where the bank stays as it is.
     """
-    cfg, old, step = run.cfg, run.bank, run.step
-    if not evolution_is_due(cfg, step, old):
+    if not evolution_is_due(run):
         return
+    cfg = run.cfg
+    old = run.bank
+    step = run.step
     started = time.monotonic()
     run.bank = skills.evolve(
         old,
@@ -631,17 +640,17 @@ def train(run: Run, step_fn: Any = train_step) -> int:
 
 def main(
     argv: Sequence[str] | None = None,
-    about: str | None = __doc__,
-    kind: type[Config] = Config,
+    doc: str | None = __doc__,
+    config_class: type[Config] = Config,
     step_fn: Any = train_step,
 ) -> int:
     """The command of SGSD, or of another method; returns its exit code.
 
-    about: the method's docstring, for --help. kind: the class of its settings. step_fn: its step,
-    as `train` takes it.
+    doc: the method's docstring, for --help. config_class: the class of its settings. step_fn: its
+    step, as `train` takes it.
     """
-    cfg = command.parse(argv, about, kind, config.presets_of(kind))
-    with Run.open(cfg, skills.load_bank, student_prompt) as run:
+    cfg = command.parse(argv, doc, config_class, config.presets_of(config_class))
+    with Run.open(cfg, SkillBank.load, student_prompt) as run:
         return train(run, step_fn)
 
 

@@ -16,7 +16,7 @@ import json
 import os
 import pathlib
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -75,8 +75,12 @@ class SkillBank:
     _embedded: dict[Any, np.ndarray] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
-    def load(cls, path: str | pathlib.Path) -> "SkillBank":
-        """Read a bank's JSON. ValueError names the file, the entry and the wrong field."""
+    def load(cls, path: str | pathlib.Path, least: int = 0) -> "SkillBank":
+        """Read a bank's JSON. ValueError names the file, the entry and the wrong field.
+
+        ValueError also if a list has fewer than `least` entries: --num-teachers for a bank that is
+        given, 1 for a run's own, whose merges join entries (S8).
+        """
         try:
             data = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
         except (OSError, ValueError) as e:
@@ -91,7 +95,15 @@ class SkillBank:
             raise ValueError(f"bank {path}: metadata must be an object")
         _check_rows(metadata.get("updates", []), (), f"bank {path}: updates in metadata")
         _check_rows(window, OF_ROW, f"bank {path}: window")
-        return cls(**lists, metadata=metadata, window=window, extra=data)
+        bank = cls(**lists, metadata=metadata, window=window, extra=data)
+        shorter = min(bank.counts.values())
+        if shorter < least:
+            fewer = f"--num-teachers {shorter}, or " if shorter else ""
+            raise ValueError(
+                f"bank {path}: {bank.sizes}: each list needs {least} or more; give {fewer}"
+                "in a new --out another --bank or a larger --cold-start"
+            )
+        return bank
 
     def save(self, path: str | pathlib.Path) -> None:
         """Write the bank as JSON. A kill leaves the old file or the new one, never half of one.
@@ -145,7 +157,10 @@ class SkillBank:
             scores_n = self._vectors(key, embed) @ query_d
             best = np.argsort(-scores_n, kind="stable")[:k]
             ranked.append([(entries[i], float(scores_n[i])) for i in best])
-        return [SkillPair(g, e, s_g, s_e) for (g, s_g), (e, s_e) in zip(*ranked)]
+        pairs_K = []
+        for (skill, s_g), (mistake, s_e) in zip(*ranked):
+            pairs_K.append(SkillPair(skill, mistake, s_g, s_e))
+        return pairs_K
 
     def _vectors(self, key: str, embed: Callable[[list[str]], Any]) -> np.ndarray:
         """Unit vectors of a list's entries [n, d]; we embed the list again if its texts change.
@@ -156,22 +171,6 @@ class SkillBank:
         if (embed, texts) not in self._embedded:
             self._embedded[embed, texts] = _normalized(embed([*texts]))
         return self._embedded[embed, texts]
-
-
-def load_bank(path: str | pathlib.Path, least: int = 1) -> SkillBank:
-    """Read the bank of a run. ValueError also if a list has fewer than `least` entries.
-
-    A list of --bank needs K or more. The run's own may have fewer, as merges join entries (S8).
-    """
-    bank = SkillBank.load(path)
-    shorter = min(len(bank.general_skills), len(bank.common_mistakes))
-    if shorter < least:
-        raise ValueError(
-            f"bank {path}: {bank.sizes}: each list needs {least} or more; give "
-            + f"--num-teachers {shorter}, or " * (shorter > 0)
-            + "in a new --out another --bank or a larger --cold-start"
-        )
-    return bank
 
 
 def entry_text(entry: dict, key: str) -> str:
@@ -202,7 +201,10 @@ def _check_rows(rows: Any, names: Sequence[str], where: str, rule: str = "") -> 
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise ValueError(f"{where} must be a list of objects")
     for i, row in enumerate(rows):
-        missing = [name for name in names if name not in row or (rule and not _is_text(row[name]))]
+        missing = []
+        for name in names:
+            if name not in row or (rule and not _is_text(row[name])):
+                missing.append(name)
         if missing:
             raise ValueError(f"{where}[{i}] lacks {', '.join(missing)}{rule}")
 
@@ -250,7 +252,9 @@ def render(name: str, values: Mapping[str, Any]) -> str:
 
     All in one pass: a {name} inside a value stays, \boxed{} stays, and {{}} becomes {} (S9).
     """
-    replaced = {"{{}}": "{}"} | {f"{{{name}}}": value for name, value in values.items()}
+    replaced = {"{{}}": "{}"}
+    for word, value in values.items():
+        replaced[f"{{{word}}}"] = value
     pattern = "|".join(map(re.escape, replaced))
     return re.sub(pattern, lambda match: replaced[match[0]], template(name))
 
@@ -322,6 +326,24 @@ def read_items(text: str, key: str) -> tuple[list[dict], bool]:
     an item, its JSON does not break off, and no list in it mixes items with other values. We drop
     thinking, and repair LaTeX backslashes and trailing commas. Never raises on a str.
     """
+    values, whole = _json_values(text)
+    items: dict[tuple, dict] = {}
+    for value in values:  # we append to this list while walking it, to search what is nested, too
+        item = item_of(value, key)
+        if item:
+            items[tuple(item.values())] = item  # a duplicate counts once
+        elif isinstance(value, dict):
+            values += value.values()
+        elif isinstance(value, list):
+            values += value
+            count = sum(item_of(x, key) is not None for x in value)
+            if 0 < count < len(value):
+                whole = False
+    return list(items.values()), whole and bool(items)
+
+
+def _json_values(text: str) -> tuple[list[Any], bool]:
+    """The JSON values in a reply, with their backslashes and commas repaired; whether all end."""
     text = text.rpartition("</think>")[2].partition("<think>")[0]
     text = _BACKSLASH.sub(lambda match: match[1] or r"\\", text)
     text = _TRAILING_COMMA.sub(lambda match: match[1] or match[2], text)
@@ -335,18 +357,9 @@ def read_items(text: str, key: str) -> tuple[list[dict], bool]:
             values.append(value)
         except (ValueError, RecursionError):
             at = opening.start() + 1  # prose, or JSON that breaks off: look inside
-            whole = whole and not opening[1]
-    items: dict[tuple, dict] = {}
-    for value in values:  # the list grows: we look inside values that are no items
-        item = item_of(value, key)
-        if item:
-            items[tuple(item.values())] = item  # a duplicate counts once
-        elif isinstance(value, dict):
-            values += value.values()
-        elif isinstance(value, list):
-            values += value
-            whole = whole and len({item_of(x, key) is None for x in value}) < 2
-    return list(items.values()), whole and bool(items)
+            if opening[1]:
+                whole = False
+    return values, whole
 
 
 def item_of(value: Any, key: str) -> dict | None:
@@ -385,7 +398,9 @@ def ask(requests: Sequence[Request], complete: Complete) -> list[list[dict]]:
     items_of_each: list[list[dict]] = [[] for _ in requests]
     for _ in (1, 2):
         due = [i for i, items in enumerate(items_of_each) if not items]
-        replies = complete([requests[i].prompt for i in due]) if due else []
+        if not due:
+            break
+        replies = complete([requests[i].prompt for i in due])
         for i, reply in zip(due, replies, strict=True):
             items, whole = read_items(reply, requests[i].key)
             if not requests[i].shown or (whole and len(items) <= requests[i].shown):
@@ -412,56 +427,77 @@ def merge(
     return merged[key], layers[key]
 
 
+Merge = Generator[list[Request], list[list[dict]], tuple[list[dict], list[dict]]]
+
+
+def merge_by_layers(items: list[dict], key: str, group_size: int, patience: int) -> Merge:
+    """Algorithm 3 on one list. It yields a layer's requests, and is sent the items of each reply.
+
+    Returns what `merge` returns.
+    """
+    layers: list[dict] = []
+    stagnant = 0  # line 1
+    reason = None
+    while not reason:  # line 2
+        groups = [items[i : i + group_size] for i in range(0, len(items), group_size)]  # line 3
+        requests = []
+        for group in groups:
+            if len(group) > 1:  # line 4
+                requests.append(Request(render_merge(group, key), key, len(group)))
+        replies = yield requests  # line 5
+        merged: list[dict] = []
+        lost = 0
+        for group in groups:
+            reply = replies.pop(0) if len(group) > 1 else group
+            if not reply:
+                lost += 1
+                merged += group  # line 6
+            for item in reply:
+                merged.append(_with_sources_in(group, item))  # line 8
+        stagnant = 0 if len(merged) < len(items) else stagnant + 1  # line 9
+        if len(groups) <= 1:  # line 11
+            reason = "root_group_reached"
+        elif stagnant >= patience:
+            reason = "stagnation_patience_reached"
+        layers.append(
+            {
+                "layer_index": len(layers),
+                "input_items": len(items),
+                "num_groups": len(groups),
+                "output_items": len(merged),
+                "lost_replies": lost,
+                "stopped_reason": reason,
+                "stagnant_layers": stagnant,
+            }
+        )
+        items = merged  # line 10
+    return _numbered(items, key), layers  # lines 12-13
+
+
 def merge_lists(
     lists: Lists, complete: Complete, group_size: int, patience: int
 ) -> tuple[Lists, Lists]:
-    """`merge` of several lists at a time: all prompts of a layer go into one call of the writer.
+    """`merge` of several lists side by side: a layer's requests go into one call of `complete`.
 
     lists: their items, by key. Each list ends by itself: one may need more layers than another.
     """
-    lists = dict(lists)
-    layers: Lists = {key: [] for key in lists}
-    stagnant = dict.fromkeys(lists, 0)  # line 1
-    unfinished = [*lists]
-    while unfinished:  # line 2
-        groups = {key: _in_groups(lists[key], group_size) for key in unfinished}  # line 3
-        requests: list[Request] = []
-        for key in groups:
-            several = [group for group in groups[key] if len(group) > 1]  # line 4
-            requests += [Request(render_merge(group, key), key, len(group)) for group in several]
-        replies = iter(ask(requests, complete))  # line 5
-        for key in groups:
-            merged: list[dict] = []
-            lost = 0
-            for group in groups[key]:
-                items = next(replies) if len(group) > 1 else group
-                lost += not items
-                merged += [_with_sources_in(group, item) for item in items] or group  # lines 6, 8
-            stagnant[key] = 0 if len(merged) < len(lists[key]) else stagnant[key] + 1  # line 9
-            reason = None
-            if len(groups[key]) <= 1:  # line 11
-                reason = "root_group_reached"
-            elif stagnant[key] >= patience:
-                reason = "stagnation_patience_reached"
-            if reason:
-                unfinished.remove(key)
-            layers[key].append(
-                {
-                    "layer_index": len(layers[key]),
-                    "input_items": len(lists[key]),
-                    "num_groups": len(groups[key]),
-                    "output_items": len(merged),
-                    "lost_replies": lost,
-                    "stopped_reason": reason,
-                    "stagnant_layers": stagnant[key],
-                }
-            )
-            lists[key] = merged  # line 10
-    return {key: _numbered(lists[key], key) for key in lists}, layers  # lines 12-13
-
-
-def _in_groups(items: list[dict], size: int) -> list[list[dict]]:
-    return [items[i : i + size] for i in range(0, len(items), size)]
+    merged: Lists = {}
+    layers: Lists = {}
+    merges: dict[str, Merge] = {}
+    due: dict[str, list[Request]] = {}  # of the lists that are not done
+    for key, items in lists.items():
+        merges[key] = merge_by_layers(items, key, group_size, patience)
+        due[key] = next(merges[key])
+    while due:
+        replies = iter(ask([*itertools.chain(*due.values())], complete))
+        for key, requests in list(due.items()):
+            of_list = [*itertools.islice(replies, len(requests))]
+            try:
+                due[key] = merges[key].send(of_list)
+            except StopIteration as done:  # its last layer
+                merged[key], layers[key] = done.value
+                del due[key]
+    return merged, layers
 
 
 def _with_sources_in(group: list[dict], item: dict) -> dict:
@@ -472,7 +508,11 @@ def _with_sources_in(group: list[dict], item: dict) -> dict:
 
 def lost_in(layers: Lists) -> int:
     """The number of replies that were lost in the merges of all lists."""
-    return sum(layer["lost_replies"] for layer in itertools.chain(*layers.values()))
+    lost = 0
+    for of_list in layers.values():
+        for layer in of_list:
+            lost += layer["lost_replies"]
+    return lost
 
 
 def _numbered(entries: list[dict], key: str) -> list[dict]:
@@ -482,9 +522,10 @@ def _numbered(entries: list[dict], key: str) -> list[dict]:
         twins.setdefault(_texts(entry, key), []).append(entry)
     numbered = []
     for number, same in enumerate(twins.values(), 1):
-        # The id comes first in the dict, and replaces an old id.
-        id_ = {KINDS[key].id_field: f"{KINDS[key].prefix}{number:03d}"}
-        numbered.append(id_ | _with_sources(same[0], same) | id_)
+        entry = _with_sources(same[0], same)
+        entry.pop(KINDS[key].id_field, None)
+        id_ = f"{KINDS[key].prefix}{number:03d}"
+        numbered.append({KINDS[key].id_field: id_, **entry})  # the id comes first
     return numbered
 
 
@@ -533,14 +574,18 @@ def extract(memories: list[dict], complete: Complete) -> tuple[Lists, int]:
     Skills come from successes and mistakes from failures. Of each memory's reply we take the first
     three complete items.
     """
-    right = [("general_skills", memory) for memory in memories if memory["reward"] > 0]  # line 8
-    wrong = [("common_mistakes", memory) for memory in memories if memory["reward"] <= 0]
-    requests = [Request(render_extraction(memory, key), key) for key, memory in right + wrong]
+    ordered = sorted(memories, key=lambda memory: memory["reward"] <= 0)  # line 8: right ones first
+    requests = []
+    for memory in ordered:
+        key = "general_skills" if memory["reward"] > 0 else "common_mistakes"
+        requests.append(Request(render_extraction(memory, key), key))  # lines 9-14
     replies = ask(requests, complete)
     candidates: Lists = {key: [] for key in KINDS}
-    for (key, memory), items in zip(right + wrong, replies):
-        sources = {"sources": [memory["problem_id"]]} if memory.get("problem_id") else {}
-        candidates[key] += [{**item, **sources} for item in items[:3]]  # lines 10 and 13
+    for memory, request, items in zip(ordered, requests, replies):
+        for item in items[:3]:
+            if memory.get("problem_id"):
+                item = {**item, "sources": [memory["problem_id"]]}
+            candidates[request.key].append(item)
     return candidates, replies.count([])
 
 
@@ -600,11 +645,14 @@ def evolve(
     success = sum(row["r"] > 0 for row in window) / len(window)  # line 4
     if success >= success_gate:  # line 5
         return bank
-    static = {key: split(bank, key)[0] for key in KINDS}
-    dynamic = {key: split(bank, key)[1] for key in KINDS}
     memories = [memory_of(row, memory_answer) for row in window]
     candidates, lost = extract(memories, complete)  # lines 8-10
-    fresh = {key: _without_copies(candidates[key], static[key], key) for key in KINDS}
+    static: Lists = {}
+    dynamic: Lists = {}
+    fresh: Lists = {}
+    for key in KINDS:
+        static[key], dynamic[key] = split(bank, key)
+        fresh[key] = _without_copies(candidates[key], static[key], key)
     new, new_layers = merge_lists(fresh, complete, group_size, patience)  # line 11
     joined = {key: dynamic[key] + new[key] for key in KINDS if new[key]}
     merged, layers = merge_lists(joined, complete, group_size, patience)  # line 12
@@ -613,43 +661,54 @@ def evolve(
         originals = _without_copies(merged[key], static[key], key)
         grown[key] = _under_dynamic_ids(originals, dynamic[key], key, step)
     after = limit_growth(dynamic, grown, max_new_items, dynamic_capacity)  # line 13
-    update: dict[str, Any] = {"step": step, "success": success}
+    update = {"step": step, "success": success}
     update["lost_replies"] = lost + lost_in(new_layers) + lost_in(layers)
-    for key in KINDS:
-        update |= _counts_of_update(key, candidates[key], new[key], dynamic[key], after[key])
-    lists = {key: static[key] + after[key] for key in KINDS}
+    update |= _counts_of_update(candidates, new, dynamic, after)
+    lists = {key: static[key] + after[key] for key in KINDS}  # line 14
     metadata = {**bank.metadata, "updates": [*bank.metadata.get("updates", []), update]}
-    return SkillBank(  # line 14
-        lists["general_skills"], lists["common_mistakes"], metadata, extra=bank.extra
-    )
+    return SkillBank(lists["general_skills"], lists["common_mistakes"], metadata, bank.extra)
 
 
 def _counts_of_update(
-    key: str, candidates: list, merged: list, before: list, after: list
+    candidates: Lists, merged: Lists, before: Lists, after: Lists
 ) -> dict[str, int]:
-    """What an evolution did to a list, for `metadata`; before and after: its dynamic entries."""
-    return {
-        f"candidate_{key}": len(candidates),
-        f"merged_{key}": len(merged),
-        f"dynamic_{key}": len(after),
-        f"net_new_{key}": len(after) - len(before),
-    }
+    """What an evolution did to both lists, for `metadata`; before and after: dynamic entries."""
+    counts = {}
+    for key in KINDS:
+        counts[f"candidate_{key}"] = len(candidates[key])
+        counts[f"merged_{key}"] = len(merged[key])
+        counts[f"dynamic_{key}"] = len(after[key])
+        counts[f"net_new_{key}"] = len(after[key]) - len(before[key])
+    return counts
 
 
 def split(bank: SkillBank, key: str) -> tuple[list[dict], list[dict]]:
     """A list's static and its dynamic entries."""
-    dynamic = [e for e in bank.collection(key) if e[KINDS[key].id_field].startswith(DYNAMIC)]
-    return [e for e in bank.collection(key) if e not in dynamic], dynamic
+    static: list[dict] = []
+    dynamic: list[dict] = []
+    for entry in bank.collection(key):
+        if entry[KINDS[key].id_field].startswith(DYNAMIC):
+            dynamic.append(entry)
+        else:
+            static.append(entry)
+    return static, dynamic
 
 
 def _under_dynamic_ids(entries: list[dict], dynamic: list[dict], key: str, step: int) -> list[dict]:
     """Entries under the id of the dynamic entry with the same texts, or else under a new one."""
-    old_ids = {_texts(e, key): e[KINDS[key].id_field] for e in reversed(dynamic)}
-    ids = (f"{DYNAMIC}{KINDS[key].prefix}{step:03d}_{n:03d}" for n in itertools.count(1))
-    new_ids = (id_ for id_ in ids if id_ not in old_ids.values())
-    return [
-        {**e, KINDS[key].id_field: old_ids.get(_texts(e, key)) or next(new_ids)} for e in entries
-    ]
+    kind = KINDS[key]
+    old_ids = {_texts(entry, key): entry[kind.id_field] for entry in reversed(dynamic)}
+    renamed = []
+    number = 0
+    for entry in entries:
+        id_ = old_ids.get(_texts(entry, key))
+        while id_ is None:  # the next number that no entry has
+            number += 1
+            new_id = f"{DYNAMIC}{kind.prefix}{step:03d}_{number:03d}"
+            if new_id not in old_ids.values():
+                id_ = new_id
+        renamed.append({**entry, kind.id_field: id_})
+    return renamed
 
 
 def limit_growth(before: Lists, after: Lists, max_new_items: int, dynamic_capacity: int) -> Lists:
@@ -660,11 +719,13 @@ def limit_growth(before: Lists, after: Lists, max_new_items: int, dynamic_capaci
     (at a tie, the skills) loses its last entry (S12).
     """
     limited = {key: after[key][:dynamic_capacity] for key in after}
+    growth: dict[str, int] = {}
     while True:
-        growth = {key: max(0, len(limited[key]) - len(before[key])) for key in limited}
+        for key in limited:
+            growth[key] = max(0, len(limited[key]) - len(before[key]))
         if sum(growth.values()) <= max_new_items:
             return limited
-        larger = max(growth, key=lambda key: growth[key])
+        larger = max(growth, key=growth.__getitem__)
         limited[larger].pop()
 
 

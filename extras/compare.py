@@ -15,17 +15,13 @@ comparison.json, beside the first evaluation, holds all that is printed.
 Dimension key: P problems.
 """
 
-import itertools
 import pathlib
 import re
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-
-sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))  # python extras/compare.py
 
 import distributed
 from eval import bootstrap_interval, interval
@@ -53,8 +49,10 @@ class Evaluated:
     @property
     def is_plain(self) -> bool:
         """Whether a whole model was evaluated, not adapters on one."""
-        settings = [row["settings"] for row in self.sets.values()]
-        return all(x["the policy's files"] == x["the base's files"] for x in settings)
+        for row in self.sets.values():
+            if row["settings"]["the policy's files"] != row["settings"]["the base's files"]:
+                return False
+        return True
 
     def samples_per_problem(self, name: str) -> int:
         return self.sets[name]["samples"] // self.sets[name]["problems"]
@@ -67,18 +65,17 @@ class Evaluated:
 
 def evaluations_in(folder: pathlib.Path) -> list[Evaluated]:
     """The evaluations of a FOLDER, plain models first; [] where there is none."""
-    places = "results.json", "*/results.json", "eval/*/results.json"
-    results = sorted(itertools.chain.from_iterable(map(folder.glob, places)))
-    evaluated = [Evaluated(path.parent, files.read_json(path)) for path in results]
+    results: list[pathlib.Path] = []
+    for pattern in ("results.json", "*/results.json", "eval/*/results.json"):
+        results += folder.glob(pattern)
+    evaluated = [Evaluated(path.parent, files.read_json(path)) for path in sorted(results)]
     return sorted(evaluated, key=lambda x: (x.step, not x.is_plain))
 
 
 def differences(one: dict[str, Any], other: dict[str, Any]) -> set[str]:
     """Names of settings in which two rows of results.json differ; or "problems" and "samples"."""
-    mine, theirs = (
-        row["settings"] | {"problems": row["digest"], "samples": row["samples"]}
-        for row in (one, other)
-    )
+    mine = one["settings"] | {"problems": one["digest"], "samples": one["samples"]}
+    theirs = other["settings"] | {"problems": other["digest"], "samples": other["samples"]}
     return {name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name)}
 
 
@@ -94,11 +91,12 @@ def why_not(one: Evaluated, other: Evaluated, name: str) -> str:
 
 def mean_figures(x: Evaluated, names: Sequence[str]) -> dict[str, Any]:
     """The figures on a set, or their mean over several sets of equal weight (Tab. 3 "Avg.")."""
-    rows = [x.sets[name] for name in names]
-    means = {key: sum(row[key] for row in rows) / len(rows) for key in ("avg", *SHARES, "tokens")}
-    counts = {key: sum(row[key] for row in rows) for key in ("problems", "samples")}
+    figures: dict[str, Any] = {}
+    for key in ("avg", *SHARES, "tokens", "problems", "samples"):
+        total = sum(x.sets[name][key] for name in names)
+        figures[key] = total if key in ("problems", "samples") else total / len(names)
     low, high = bootstrap_interval([x.scores_P(name) for name in names])
-    return means | counts | {"avg_low": low, "avg_high": high}
+    return figures | {"avg_low": low, "avg_high": high}
 
 
 def difference(ours: Evaluated, theirs: Evaluated, names: Sequence[str]) -> dict[str, Any]:
@@ -121,10 +119,13 @@ def comparison(evaluated: Sequence[Evaluated], names: Sequence[str]) -> dict[str
     for x in evaluated[1:]:
         results[str(x.folder)] |= difference(x, evaluated[0], names)
     runs: dict[str, list[Evaluated]] = {}
-    for x in [x for x in evaluated if x.step]:
-        runs.setdefault(STEP.sub("step", str(x.folder)), []).append(x)
+    for x in evaluated:
+        if x.step:
+            runs.setdefault(STEP.sub("step", str(x.folder)), []).append(x)
     selections = []
-    for checkpoints in [x for x in runs.values() if len(x) > 1]:
+    for checkpoints in runs.values():
+        if len(checkpoints) == 1:
+            continue
         best = max(checkpoints, key=lambda x: results[str(x.folder)]["avg"])
         last = max(checkpoints, key=lambda x: x.step)
         selection = {
@@ -141,11 +142,16 @@ def tables_of(evaluated: Sequence[Evaluated]) -> tuple[dict[str, dict], list[str
 
     Also a line for each set for which an evaluation is left out.
     """
-    first, compared, reasons = evaluated[0], [], []
+    first = evaluated[0]
+    compared: list[Evaluated] = []
+    reasons: list[str] = []
     for x in evaluated:
-        why = {name: why_not(first, x, name) for name in first.sets}
-        reasons += [f"left out: {x.folder}, {name}: {why[name]}" for name in why if why[name]]
-        if not any(why.values()):
+        is_compared = True
+        for name in first.sets:
+            if why := why_not(first, x, name):
+                reasons.append(f"left out: {x.folder}, {name}: {why}")
+                is_compared = False
+        if is_compared:
             compared.append(x)
     tables = {name: comparison(compared, [name]) for name in first.sets}
     if len(tables) > 1:
@@ -160,12 +166,13 @@ def print_tables(tables: dict[str, dict]) -> None:
     for name, table in tables.items():
         for folder, row in table["results"].items():
             cells = [folder, name, f"{row['problems']}", f"{row['avg']:.1%}", interval(row, "avg")]
-            has_gap = "diff" in row
-            cells += [f"{row['diff']:+.1%}", interval(row, "diff", "+")] if has_gap else ["", ""]
+            if "diff" in row:
+                cells += [f"{row['diff']:+.1%}", interval(row, "diff", "+")]
+            else:
+                cells += ["", ""]
             cells += [f"{row[share]:.1%}" for share in SHARES]
             print(f"| {' | '.join(cells)} | {row['tokens']:.0f} |")
-    name, table = [*tables.items()][-1]
-    for row in table["selections"]:
+    for row in table["selections"]:  # of the last table
         print(
             f"of {row['checkpoints']} checkpoints: best {row['best']}, last {row['last']}, best - "
             f"last {row['diff']:+.1%} ({interval(row, 'diff', '+')}); the best was picked on these "

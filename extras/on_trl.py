@@ -79,6 +79,7 @@ class TRLConfig(OnTRL, Config):
     """SGSD's settings, and those of a run on TRL."""
 
     program: ClassVar[str] = "-m extras.on_trl"
+    makes_bank: ClassVar[bool] = False
     without: ClassVar[frozenset[str]] = frozenset(
         {"the first bank", "score_tokens", "checkpoint_above"}
     )
@@ -212,7 +213,8 @@ class Trainer(GRPOTrainer):
         )
         args.output_dir = str(run.out / "checkpoints/.trl.tmp")  # TRL's place for a checkpoint
         self.eos_token_ids = run.stops
-        run.lm, run.stream = model.causal_lm(self.model), self.stream
+        run.lm = model.causal_lm(self.model)
+        run.stream = self.stream
         model.remove_dropout(self.model)  # TRL's disable_dropout skips floats
         self.refuse_wrong_numbers()
         # TRL's head rounds to bf16, with errors of up to 0.1 nats; eps_a is 0.05 nats.
@@ -225,7 +227,8 @@ class Trainer(GRPOTrainer):
 
     def refuse_wrong_numbers(self) -> None:
         """ValueError for weights with NaN, and for a model that reads left padding."""
-        lm, cfg = self.run.lm, self.run.cfg
+        lm = self.run.lm
+        cfg = self.run.cfg
         # GPUs get their shards, and other ranks weights, only when training begins.
         if not self.run.world.main or (lm.device.type, cfg.attn) == ("cpu", "flash_attention_2"):
             return
@@ -259,7 +262,8 @@ class Trainer(GRPOTrainer):
 
     def _tokenize_prompts(self, prompts: list[str]) -> tuple[list[list[int]], None, dict]:
         """The student's prompts as sgsd.py makes them (S3), for TRL to sample from."""
-        cfg, ids = self.run.cfg, [sgsd.student_prompt(self.run, problem) for problem in prompts]
+        cfg = self.run.cfg
+        ids = [sgsd.student_prompt(self.run, problem) for problem in prompts]
         self.draw_by(
             rollout.Sampling(temperature=cfg.temperature, top_p=cfg.top_p, top_k=cfg.top_k),
             cfg.max_new_tokens,
@@ -301,7 +305,8 @@ class Trainer(GRPOTrainer):
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
         """As in TRL, but `generate` takes nothing from the model's own generation_config."""
-        own, self.run.lm.generation_config = self.run.lm.generation_config, GenerationConfig()
+        own = self.run.lm.generation_config
+        self.run.lm.generation_config = GenerationConfig()
         try:
             return super()._generate_single_turn(*args, **kwargs)
         finally:
@@ -340,11 +345,12 @@ class Trainer(GRPOTrainer):
 
         prompts: the problems' texts.
         """
-        run, problem_of = self.run, {x.problem: x for x in self.run.problems}
-        jobs = [
-            rollout.Job(0, sgsd.student_prompt(run, text), 0, 0, problem_of[text], ids)
-            for text, ids in zip(prompts, completion_ids)
-        ]
+        run = self.run
+        x_of = {x.problem: x for x in run.problems}
+        jobs = []
+        for problem, ids in zip(prompts, completion_ids):
+            prompt = sgsd.student_prompt(run, problem)
+            jobs.append(rollout.Job(0, prompt, 0, 0, x_of[problem], ids))
         (judged,) = rollout.rollouts(run.tokenizer, run.stops, run.verifier, [jobs])
         self.rolls = [roll for _, roll in judged]
         run.clock.lap("gen")
@@ -352,12 +358,13 @@ class Trainer(GRPOTrainer):
 
     def _generate_and_score_completions(self, inputs: list[dict]) -> dict[str, Any]:
         """TRL's batch of this process, with the method's advantages."""
-        output, run = super()._generate_and_score_completions(inputs), self.run
+        output = super()._generate_and_score_completions(inputs)
+        run = self.run
         first = run.world.rank * len(inputs)
-        self.rows = [
-            sgsd.log_row(run, run.step + 1, first + b, pairs_K, self.rolls[b], result)
-            for b, (pairs_K, result) in enumerate(self.results(output))
-        ]
+        self.rows = []
+        for b, (pairs_K, result) in enumerate(self.results(output)):
+            row = sgsd.log_row(run, run.step + 1, first + b, pairs_K, self.rolls[b], result)
+            self.rows.append(row)
         run.clock.lap("score")
         return output
 
@@ -413,15 +420,17 @@ class SGSDTrainer(Trainer):
             # Passes are collectives: a teacher that is left out leaves a row, which is not read.
             spare = [roll.prompt_ids] * (len(all_K) - len(pairs_K))
             logps = self.score([roll.prompt_ids, *contexts_K, *spare], roll.completion_ids)
-            logpS_T, logpT_KT = logps[0].requires_grad_(), logps[1 : 1 + len(pairs_K)]
+            logpS_T = logps[0].requires_grad_()
+            logpT_KT = logps[1 : 1 + len(pairs_K)]
             ids_T = torch.tensor(roll.completion_ids, device=run.device)
-            mask_T = sgsd.token_mask(ids_T, sgsd.masked_ids(run))
-            alpha_K, r = sgsd.pair_weights(run, pairs_K), sgsd.reward(roll)
+            mask_T = sgsd.token_mask(ids_T, run.masked_ids)
+            alpha_K = sgsd.pair_weights(run, pairs_K)
+            r = sgsd.reward(roll)
             with torch.enable_grad(), torch.autocast(run.device.type, enabled=False):
                 loss, numbers = sgsd.loss_of(run.cfg, logpT_KT, logpS_T, mask_T, alpha_K, r)
                 (slope_T,) = torch.autograd.grad(loss, logpS_T)
             A_T[: len(slope_T)] = -len(slope_T) * slope_T
-            yield pairs_K, sgsd.for_the_logs(loss.detach(), numbers)
+            yield pairs_K, sgsd.result_of(loss.detach(), numbers)
         output["advantages"] = A_BT
 
     @torch.no_grad()
@@ -431,7 +440,8 @@ class SGSDTrainer(Trainer):
         We pad rows on the right (D6), and take score_rows at a time. So all processes make equally
         many passes, which under sharding are collectives.
         """
-        logps, size = [], self.run.cfg.score_rows
+        logps = []
+        size = self.run.cfg.score_rows
         for start in range(0, len(contexts), size):
             pack = contexts[start : start + size]
             rows = [torch.tensor(context + ids_T) for context in pack]
@@ -452,7 +462,8 @@ class Loop(TrainerCallback):
     """Does around TRL's steps what `sgsd.train` does around its own."""
 
     def __init__(self, trainer: Trainer):
-        self.trainer, self.run = trainer, trainer.run
+        self.trainer = trainer
+        self.run = trainer.run
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         run = self.run
@@ -469,7 +480,8 @@ class Loop(TrainerCallback):
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Log the step, while the optimizer still has its learning rate."""
-        run, rows = self.run, distributed.gathered(self.trainer.rows, self.run.world)
+        run = self.run
+        rows = distributed.gathered(self.trainer.rows, run.world)
         run.clock.lap("opt")
         run.step = state.global_step + 1
         if run.cfg.evolves:
@@ -503,16 +515,14 @@ class RunOnTRL(Run):
 
 
 def load(
-    kind: type[Trainer], words: Sequence[str], run: RunOnTRL, held: contextlib.ExitStack
+    trainer: type[Trainer], words: Sequence[str], run: RunOnTRL, held: contextlib.ExitStack
 ) -> None:
-    """Replaces `lib.run.load_run`. kind: the trainer. words: TRL's flags of the command line."""
+    """Replaces `lib.run.load_run`. trainer: its class. words: TRL's flags of the command line."""
     cfg = run.cfg
     if not cfg.steps or ("bank" in cfg.rules() and run.bank is None):
         raise ValueError(
             "--steps must be above 0, and SGSD needs a --bank; sgsd.py --steps 0 makes one"
         )
-    if [*run.out.glob("checkpoint-*")]:
-        raise ValueError(f"--out {run.out}: an older version made it; give another directory")
     if cfg.full and cfg.adapter:
         raise ValueError(f"--adapter {cfg.adapter}: with --full give whole weights, by --model")
     args = settings_of(cfg, words, run.world)
@@ -526,7 +536,7 @@ def load(
     model.load_model(cfg.model, "meta")  # refuses missing weights, which TRL would let pass
     # TRL ends all replies of a batch at one limit, and none with the context.
     leave_out_long(run, sgsd.student_prompt, cfg.max_new_tokens)
-    run.trainer = kind(run, args, run.lm.name_or_path, peft_config=lora)
+    run.trainer = trainer(run, args, run.lm.name_or_path, peft_config=lora)
     if cfg.adapter and not run.checkpoint:
         if run.world.main:  # the other ranks may have no weights yet
             model.restore(cfg.adapter, run.trainer.model)
@@ -535,14 +545,14 @@ def load(
 
 def main(
     argv: Sequence[str] | None = None,
-    about: str | None = __doc__,
-    kind: type[Any] = TRLConfig,
+    doc: str | None = __doc__,
+    config_class: type[Any] = TRLConfig,
     trainer: type[Trainer] = SGSDTrainer,
 ) -> int:
     """The command of SGSD, or of another method; returns its exit code.
 
-    about: the method's docstring, for --help. kind: the class of its settings. If the folder has a
-    run, the command continues it.
+    doc: the method's docstring, for --help. config_class: the class of its settings. If the folder
+    has a run, the command continues it.
     """
     words = [*(sys.argv[1:] if argv is None else argv)]
     end = words.index("--") if "--" in words else len(words)
@@ -550,10 +560,10 @@ def main(
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:False")
     # TRL and PEFT use names that transformers 5.24 deprecates.
     warnings.filterwarnings("ignore", ".*gradient_checkpointing.* is deprecated", FutureWarning)
-    cfg = command.parse(words[:end], about, kind, presets_of(kind))
+    cfg = command.parse(words[:end], doc, config_class, presets_of(config_class))
     with RunOnTRL.open(
         cfg,
-        skills.load_bank,
+        skills.SkillBank.load,
         sgsd.student_prompt,
         functools.partial(load, trainer, words[end + 1 :]),
     ) as run:

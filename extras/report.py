@@ -34,7 +34,7 @@ WINDOW_PROBLEMS = 100  # problems in the steps that we take together as a run's 
 OF_TEACHER = ("rho", "a", "a_plain", "alpha", "losses")  # numbers of a row, one for each teacher
 
 Banks = dict[int, skills.SkillBank]  # by the step after which each came into use, oldest first
-Ledger = dict[tuple[str, str], dict]  # by kind and id
+Ledger = dict[tuple[str, str], dict]  # by key and id
 
 
 def number(x: Any, digits: int = 6) -> Any:
@@ -47,7 +47,7 @@ def number(x: Any, digits: int = 6) -> Any:
 # ------------------------------------------------------------------------------------ the ledger
 
 
-def about(run: pathlib.Path) -> dict[str, Any]:
+def manifest_of(run: pathlib.Path) -> dict[str, Any]:
     """A run's config.json; ValueError if there is none."""
     if not run.is_dir():
         raise ValueError(f"{run}: no such folder; give a run such as runs/sgsd")
@@ -67,10 +67,10 @@ def ledger(banks: Banks, rollouts: list[dict]) -> Ledger:
     rows: Ledger = {}
     centred: dict[tuple[str, str], dict[str, list[float]]] = {}  # by entry and outcome
     for step, bank in banks.items():
-        for kind in skills.KINDS:
-            for entry in bank.collection(kind):
-                id_ = entry[skills.KINDS[kind].id_field]
-                row = rows.setdefault((kind, id_), uncounted(kind, id_, entry, step))
+        for key in skills.KINDS:
+            for entry in bank.collection(key):
+                id_ = entry[skills.KINDS[key].id_field]
+                row = rows.setdefault((key, id_), uncounted(key, id_, entry, step))
                 row["last"] = step
     for roll in rollouts:
         outcome = "success" if roll["r"] > 0 else "failure"
@@ -79,25 +79,26 @@ def ledger(banks: Banks, rollouts: list[dict]) -> Ledger:
         is_compared = len(roll.get("a", [])) == len(roll["pairs"]) > 1
         mean = statistics.fmean(roll["a"]) if is_compared else math.nan
         for k, pair in enumerate(roll["pairs"]):
-            for key in zip(skills.KINDS, pair):
-                if key not in rows:
-                    used = f"step {roll['step']} used {key[1]}, which no version of the bank has"
+            for key, id_ in zip(skills.KINDS, pair):
+                if (key, id_) not in rows:
+                    used = f"step {roll['step']} used {id_}, which no version of the bank has"
                     raise ValueError(f"{used}; are files of bank/ missing?")
-                rows[key]["retrieved"] += 1
+                row = rows[key, id_]
+                row["retrieved"] += 1
                 if is_decided:
-                    rows[key][runlog.FATE[roll["rho"][k]]][outcome] += 1
+                    row[runlog.FATE[roll["rho"][k]]][outcome] += 1
                 if math.isfinite(mean):  # a skipped step may have supports of NaN
-                    values = centred.setdefault(key, {"success": [], "failure": []})
+                    values = centred.setdefault((key, id_), {"success": [], "failure": []})
                     values[outcome].append(roll["a"][k] - mean)
-    for key, values in centred.items():
-        rows[key]["contrast"] = contrast(**values)
+    for place, values in centred.items():
+        rows[place]["contrast"] = contrast(**values)
     return rows
 
 
-def uncounted(kind: str, id_: str, entry: dict, step: int) -> dict[str, Any]:
+def uncounted(key: str, id_: str, entry: dict, step: int) -> dict[str, Any]:
     """A ledger's row with all counts at 0. step: the first version that has the entry."""
-    row: dict[str, Any] = {"kind": kind, "id": id_, "first": step, "last": step}
-    row["entry"] = {name: entry[name] for name in skills.KINDS[kind].fields}
+    row: dict[str, Any] = {"kind": key, "id": id_, "first": step, "last": step}
+    row["entry"] = {name: entry[name] for name in skills.KINDS[key].fields}
     row |= {"sources": entry.get("sources", []), "retrieved": 0, "contrast": None}
     for fate in runlog.FATE.values():
         row[fate] = {"success": 0, "failure": 0}
@@ -116,7 +117,8 @@ def contrast(success: Sequence[float], failure: Sequence[float]) -> list[float] 
     if min(len(success), len(failure)) < 2:
         return None
     variance = sum(statistics.variance(c) / len(c) for c in (success, failure))
-    mean, half = statistics.mean(success) - statistics.mean(failure), 1.96 * math.sqrt(variance)
+    mean = statistics.mean(success) - statistics.mean(failure)
+    half = 1.96 * math.sqrt(variance)
     return [mean, mean - half, mean + half]
 
 
@@ -140,13 +142,21 @@ def history(banks: Banks, rows: Ledger) -> list[dict]:
         updates = bank.metadata.get("updates", [])  # a record of each evolution
         update = updates[-1] if events and len(updates) > count else {}
         mark = "new" if events else "start"
-        changes = [[mark, x["kind"], named(x)] for x in rows.values() if x["first"] == step]
-        changes += [["dropped", x["kind"], named(x)] for x in rows.values() if x["last"] == before]
-        numbers = update if events else bank.metadata
-        note = {k: number(v) for k, v in numbers.items() if isinstance(v, str | int | float)}
-        sizes = [len(bank.general_skills), len(bank.common_mistakes)]
-        sizes.append(sum(len(skills.split(bank, kind)[1]) for kind in skills.KINDS))
-        events.append({"step": step, "sizes": sizes, "note": note, "changes": changes})
+        added = []
+        dropped = []
+        for row in rows.values():
+            if row["first"] == step:
+                added.append([mark, row["kind"], named(row)])
+            if row["last"] == before:
+                dropped.append(["dropped", row["kind"], named(row)])
+        note = {}
+        for name, x in (update if events else bank.metadata).items():
+            if isinstance(x, str | int | float):
+                note[name] = number(x)
+        sizes = [len(bank.general_skills), len(bank.common_mistakes), 0]
+        for key in skills.KINDS:
+            sizes[2] += len(skills.split(bank, key)[1])
+        events.append({"step": step, "sizes": sizes, "note": note, "changes": added + dropped})
         count = len(updates)
     return events
 
@@ -164,17 +174,23 @@ def sentence(a: float, rho: int, r: int) -> str:
 
 def teachers(row: dict, tokens: dict, rows: Ledger) -> list[dict]:
     """The teachers of a rollout for the page, each with the numbers that its method logs."""
-    logged = {name: row[name] for name in OF_TEACHER if isinstance(row.get(name), list)}
+    logged = {}
+    for name in OF_TEACHER:
+        if isinstance(row.get(name), list):
+            logged[name] = row[name]
     count = max(map(len, [*logged.values(), tokens.get("delta", []), tokens.get("credit", [])]))
     of_rollout = []
     for k in range(count):
-        teacher: dict[str, Any] = {name: number(x_K[k]) for name, x_K in logged.items() if x_K}
+        teacher: dict[str, Any] = {}
+        for name, x_K in logged.items():
+            if x_K:
+                teacher[name] = number(x_K[k])
         if "rho" in teacher and "a" in teacher:
             teacher["says"] = sentence(teacher["a"] or 0.0, teacher["rho"], row["r"])
         if len(row["pairs"]) == count:
-            teacher |= {name: number(row[name][k]) for name in ("s_g", "s_e")}
-            for name, kind, id_ in zip(("skill", "mistake"), skills.KINDS, row["pairs"][k]):
-                teacher[name] = named(rows[kind, id_])
+            teacher |= {"s_g": number(row["s_g"][k]), "s_e": number(row["s_e"][k])}
+            for name, key, id_ in zip(("skill", "mistake"), skills.KINDS, row["pairs"][k]):
+                teacher[name] = named(rows[key, id_])
         of_rollout.append(teacher)
     return of_rollout
 
@@ -204,42 +220,55 @@ def summary(
     The first row is the heading. A step has few problems, so a cell covers as many steps as have
     100, at most half of all. A run without steps has only a bank: the last row says where.
     """
-    steps, source = settings["steps"], "/".join(pathlib.Path(settings["data"]).parts[-2:])
-    heading = f"{metrics[-1]['step'] if metrics else 0} of {steps} steps on {source}"
+    steps = settings["steps"]
+    source = "/".join(pathlib.Path(settings["data"]).parts[-2:])
+    heading = [f"{metrics[-1]['step'] if metrics else 0} of {steps} steps on {source}"]
     size = min(math.ceil(WINDOW_PROBLEMS / settings["batch_size"]), len(metrics) // 2) or 1
-    parts = [metrics[:size], metrics[-size:]][: len(metrics)]  # one part if there is one step
-    rows = [[heading, *[f"steps {x[0]['step']} to {x[-1]['step']}" for x in parts]]]
-    columns = [numbers_of(part) for part in parts]
-    for label in columns[0] if columns else []:
-        rows.append([label, *[column[label] for column in columns]])
-    for label, key in zip(("skills", "mistakes"), skills.KINDS if banks else []):
-        sizes = [len(banks[step].collection(key)) for step in (min(banks), max(banks))]
-        rows.append([f"{label} in the bank", *map(str, sizes)])
+    cells: dict[str, list[str]] = {}  # by label
+    for part in [metrics[:size], metrics[-size:]][: len(metrics)]:  # one part if there is one step
+        heading.append(f"steps {part[0]['step']} to {part[-1]['step']}")
+        for label, cell in numbers_of(part).items():
+            cells.setdefault(label, []).append(cell)
+    rows = [heading]
+    for label in cells:
+        rows.append([label, *cells[label]])
+    if banks:
+        first = banks[min(banks)]
+        last = banks[max(banks)]
+        for label, key in zip(("skills", "mistakes"), skills.KINDS):
+            sizes = [str(len(bank.collection(key))) for bank in (first, last)]
+            rows.append([f"{label} in the bank", *sizes])
     rows += rows_of_evaluations(run)
-    return rows + [["bank", str(run / "bank/bank.json")]] if banks and not steps else rows
+    if banks and not steps:
+        rows.append(["bank", str(run / "bank/bank.json")])
+    return rows
 
 
 def numbers_of(steps: list[dict]) -> dict[str, str]:
     """The table's cells for some steps, by label. steps: their rows of metrics.jsonl."""
-    fates = [f"rho_{fate}" for fate in runlog.FATE.values()]
-    mean = {}
-    for name in ("success", "truncated", "completion_tokens", "mixed", *fates):
-        mean[name] = sum(row.get(name, 0) for row in steps) / len(steps)
-    teachers = sum(mean[name] for name in fates)
-    cells = {"correct solutions": f"{mean['success']:.0%}"}
+
+    def mean(name: str) -> float:
+        return sum(row.get(name, 0) for row in steps) / len(steps)
+
+    cells = {"correct solutions": f"{mean('success'):.0%}"}
     if "mixed" in steps[0]:  # by its advantages such a method learns, and not from teachers
-        cells["groups with right and wrong ones"] = f"{mean['mixed']:.0%}"
-    for fate in runlog.FATE.values() if "mixed" not in steps[0] else ():
-        cells[f"teachers {fate}"] = f"{mean[f'rho_{fate}'] / teachers:.0%}" if teachers else "-"
-    cells["solutions cut at the limit"] = f"{mean['truncated']:.0%}"
-    return cells | {"tokens of a solution": f"{mean['completion_tokens']:.0f}"}
+        cells["groups with right and wrong ones"] = f"{mean('mixed'):.0%}"
+    else:
+        share_of = {fate: mean(f"rho_{fate}") for fate in runlog.FATE.values()}
+        teachers = sum(share_of.values())
+        for fate, share in share_of.items():
+            cells[f"teachers {fate}"] = f"{share / teachers:.0%}" if teachers else "-"
+    cells["solutions cut at the limit"] = f"{mean('truncated'):.0%}"
+    cells["tokens of a solution"] = f"{mean('completion_tokens'):.0f}"
+    return cells
 
 
 def rows_of_evaluations(run: pathlib.Path) -> list[list[str]]:
     """A set's first and last evaluation with their intervals, and their paired difference."""
     rows = []
     for (name, skilled), inside in evaluations(run).items():
-        first, last = inside[0], inside[-1]
+        first = inside[0]
+        last = inside[-1]
         cells = []
         for x in [first, last] if last is not first else [last]:
             row = x.sets[name]
@@ -247,18 +276,22 @@ def rows_of_evaluations(run: pathlib.Path) -> list[list[str]]:
         rows.append([f"avg@{last.samples_per_problem(name)} on {name}{skilled}", *cells])
         if last is not first:
             gap = compare.difference(last, first, [name])
-            limits = [gap[end] for end in ("diff_low", "diff_high") if gap[end] is not None]
-            between = " to ".join(f"{100 * x:+.1f}" for x in limits) or "no interval"
+            between = "no interval"
+            if gap["diff_low"] is not None:
+                between = f"{100 * gap['diff_low']:+.1f} to {100 * gap['diff_high']:+.1f}"
             rows.append(["gain", "", f"{100 * gap['diff']:+.1f} points ({between})"])
     return rows or [["evaluation", "none"]]
 
 
 def in_columns(rows: list[list[str]]) -> str:
     """A table for the terminal."""
-    widths = [max(len(row[i]) for row in rows if len(row) > i) for i in range(max(map(len, rows)))]
+    widths: dict[int, int] = {}  # by column
+    for row in rows:
+        for i, cell in enumerate(row):
+            widths[i] = max(widths.get(i, 0), len(cell))
     lines = []
     for row in rows:
-        cells = [cell.ljust(width) for cell, width in zip(row, widths)]
+        cells = [cell.ljust(widths[i]) for i, cell in enumerate(row)]
         lines.append("   ".join(cells).rstrip())
     return "\n".join(lines)
 
@@ -299,13 +332,13 @@ def points_of(run: pathlib.Path) -> list[dict]:
 
 def collect(run: pathlib.Path) -> dict:
     """The page's data of a run. Writes its ledger.json. ValueError if there is no run."""
-    described = about(run)
+    manifest = manifest_of(run)
     # A method without --eps-a has no threshold.
-    settings = asdict(config.Config(eps_a=0.0)) | described["settings"]
+    settings = asdict(config.Config(eps_a=0.0)) | manifest["settings"]
     # A run that is still going writes a step's metrics first, then rollouts, then tokens.
-    tokens, rollouts, metrics = (
-        list(files.read_jsonl(run / f"{name}.jsonl")) for name in reversed(runlog.LOGS)
-    )
+    tokens = [*files.read_jsonl(run / "tokens.jsonl")]
+    rollouts = [*files.read_jsonl(run / "rollouts.jsonl")]
+    metrics = [*files.read_jsonl(run / "metrics.jsonl")]
     # We read the banks after the rollouts, which use their entries.
     banks = {k: skills.SkillBank.load(path) for k, path in files.by_step(run / "bank").items()}
     by_id = ledger(banks, rollouts)
@@ -320,16 +353,22 @@ def collect(run: pathlib.Path) -> dict:
         row = row_of.get((line["step"], line["index"]))
         if row and line["index"] < SHOWN:
             views.append(gate_view(row, line, by_id))
-    x, tau_g, eps_a = torch.linspace(-6, 6, 121), settings["tau_g"], settings["eps_a"]
-    has_gate = "tau_g" in described["settings"] and settings.get("objective", "gate") == "gate"
-    gate = [x, sgsd.gated_loss(x, tau_g), sgsd.gate_grad(x, tau_g)]
+    tau_g = settings["tau_g"]
+    eps_a = settings["eps_a"]
+    has_gate = "tau_g" in manifest["settings"] and settings.get("objective", "gate") == "gate"
+    x = torch.linspace(-6, 6, 121)
+    slope = sgsd.gate_grad(x, tau_g)
+    gate = []
+    if has_gate:
+        for curve in (x, sgsd.gated_loss(x, tau_g), slope):
+            gate.append([number(y) for y in curve.tolist()])
     noise = float(sgsd.gate_grad(torch.tensor(eps_a, dtype=torch.float64), tau_g))
     # All rollouts of the run share them. For the credit, we assume one unmasked token in a rollout.
     bounds = {"delta": colour_bounds(eps_a, settings["c_delta"])}
-    bounds["credit"] = colour_bounds(noise, float(gate[2].max()))
+    bounds["credit"] = colour_bounds(noise, float(slope.max()))
     return {
         "name": str(run),
-        "program": described["program"],
+        "program": manifest["program"],
         "summary": summary(run, settings, metrics, banks),
         "settings": settings,
         "metrics": columns,
@@ -340,7 +379,7 @@ def collect(run: pathlib.Path) -> dict:
         "history": history(banks, by_id),
         "taught": any(row.get("rho") or row.get("first_gap") for row in rollouts),  # by a teacher
         "bounds": bounds,
-        "gate": [[number(y) for y in curve.tolist()] for curve in gate if has_gate],
+        "gate": gate,
         "opens": max(range(len(views)), key=lambda i: rank(views[i]), default=0),  # of rollouts
     }
 
@@ -395,7 +434,7 @@ def arguments(argv: Sequence[str] | None = None) -> Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns its exit code."""
-    command.Signals()  # a signal ends the command at once
+    command.Signals().install()  # a signal ends the command at once
     args = arguments(argv)
     with command.one_line_errors("report", *command.GIVEN):
         folder = args.runs[0] if len(args.runs) == 1 else pathlib.Path()

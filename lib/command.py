@@ -8,7 +8,6 @@ import shlex
 import signal
 import sys
 import time
-from collections import ChainMap
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
@@ -46,19 +45,24 @@ def one_line_errors(program: str, *kinds: type[Exception]) -> Iterator[None]:
     try:
         yield
     except kinds as e:
-        hint = "; run the same command to continue" * (kinds == LATER and isinstance(e, OSError))
-        fail(program, "; ".join([str(e), *getattr(e, "__notes__", [])]) + hint)
+        lines = [str(e), *getattr(e, "__notes__", [])]
+        if kinds == LATER and isinstance(e, OSError):
+            lines.append("run the same command to continue")
+        fail(program, "; ".join(lines))
 
 
 class Signals:
     """Ctrl-C and SIGTERM end the process with exit code 130, but in a step the first one waits.
 
-    Signals within a second count as one, because torchrun repeats what the terminal has sent.
+    `install` begins this. Signals within a second count as one, because torchrun repeats what the
+    terminal has sent.
     """
 
     def __init__(self) -> None:
         self.in_step = False  # from a step's beginning to its save
         self.first = 0.0  # time of a step's first signal, on a monotonic clock; 0: none came
+
+    def install(self) -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self.receive)
 
@@ -82,12 +86,12 @@ def is_first_rank() -> bool:
 class Parser(argparse.ArgumentParser):
     """A parser of whole flag names, with @FILE for more flags, and errors in one line.
 
-    about: a docstring; --help shows its first line and its commands. The lines of FILE are split as
+    doc: a docstring; --help shows its first line and its commands. The lines of FILE are split as
     a shell splits them, and # begins a comment.
     """
 
-    def __init__(self, program: str, usage: str, about: str | None, **settings: Any):
-        title, *body = (about or "").split("\n")
+    def __init__(self, program: str, usage: str, doc: str | None, **settings: Any):
+        title, *body = (doc or "").split("\n")
         commands = [line for line in body if line.startswith(("    python ", "    torchrun "))]
         super().__init__(
             f"python {program}",
@@ -122,32 +126,36 @@ OPTIONS: dict[type, dict[str, Any]] = {  # how argparse reads a setting, by its 
 
 def parse(
     argv: Sequence[str] | None,
-    about: str | None,
-    kind: Any,
+    doc: str | None,
+    config_class: Any,
     presets: dict[str, dict[str, Any]] | None = None,
 ) -> Any:
     """The settings of a command line; bad input exits with code 2.
 
-    about: a program's docstring, for --help. kind: a class of settings, as lib/config.py has them.
-    presets: other defaults, by the name for --preset. A flag overrides the preset, and the preset
-    overrides what another setting brings.
+    doc: a program's docstring, for --help. config_class: a class of settings, as lib/config.py has
+    them. presets: other defaults, by the name for --preset. A flag overrides the preset, and the
+    preset overrides what another setting brings.
     """
-    parser = parser_of(about, kind, presets or {})
+    parser = parser_of(doc, config_class, presets or {})
     try:
         typed = vars(parser.parse_args(argv))
         preset = (presets or {}).get(typed.pop("preset", ""), {})
-        brought = [rule.brings for name, rule in kind.rules().items() if typed.get(name)]
-        tuples = {name: tuple(value) for name, value in typed.items() if isinstance(value, list)}
-        # The first that has a name gives its value.
-        return kind(**ChainMap(tuples, typed, preset, *reversed(brought)))
+        values: dict[str, Any] = {}  # what comes later wins
+        for name, rule in config_class.rules().items():
+            if typed.get(name):
+                values |= rule.brings
+        values |= preset
+        for name, value in typed.items():
+            values[name] = tuple(value) if isinstance(value, list) else value
+        return config_class(**values)
     except ValueError as e:
         parser.error(str(e))
 
 
-def parser_of(about: str | None, kind: Any, presets: dict[str, dict[str, Any]]) -> Parser:
+def parser_of(doc: str | None, config_class: Any, presets: dict[str, dict[str, Any]]) -> Parser:
     """The parser of a class of settings: a flag for each, in its group of --help."""
     usage = f"{'[--preset NAME]' if presets else 'PATH [PATH ...]'} [--FLAG VALUE ...] [@FILE]"
-    parser = Parser(kind.program, usage, about, argument_default=argparse.SUPPRESS)
+    parser = Parser(config_class.program, usage, doc, argument_default=argparse.SUPPRESS)
     if presets:
         parser.add_argument(
             "--preset",
@@ -155,8 +163,8 @@ def parser_of(about: str | None, kind: Any, presets: dict[str, dict[str, Any]]) 
             help="settings to start from; --help shows the defaults without a preset",
         )
     group = functools.cache(parser.add_argument_group)  # by its title, made where it is first asked
-    for name, rule in kind.rules().items():
-        default = getattr(kind, name)
+    for name, rule in config_class.rules().items():
+        default = getattr(config_class, name)
         shown = " ".join(default) if isinstance(default, tuple) else default
         text = rule.help if shown == "" else f"{rule.help} (default: {shown})"
         options = {"choices": rule.choices} if rule.choices else OPTIONS[rule.value_type]

@@ -6,6 +6,7 @@ settles a field, the field's help names that source.
 
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, ClassVar, get_origin, get_type_hints
 
@@ -25,13 +26,13 @@ class Rule:
     """What holds for a setting in every class that has it, whatever its default there."""
 
     help: str  # what the setting does, and its source
-    group: str  # the group of --help
-    choices: tuple[str, ...]
-    least: float | None  # None: a number must be > 0
-    most: float
-    free: bool  # may change when a run or an evaluation continues
-    brings: dict[str, Any]  # other defaults, where the setting is given
-    metavar: str  # what --help calls a value; "": by the type
+    group: str = "the method"  # the group of --help
+    choices: tuple[str, ...] = ()
+    least: float | None = None  # None: a number must be > 0
+    most: float = math.inf
+    free: bool = False  # may change when a run or an evaluation continues
+    brings: Mapping[str, Any] = field(default_factory=dict)  # other defaults, where it is given
+    metavar: str = ""  # what --help calls a value; "": by the type
     value_type: Any = None  # the field's: bool, int, float, str or tuple
 
     def check(self, name: str, value: Any) -> None:
@@ -47,27 +48,14 @@ class Rule:
             raise ValueError(f"{flag(name)} {value}: must be {allowed} ({self.help})")
 
 
-def setting(
-    default: Any,
-    help: str,
-    group: str = "the method",
-    choices: tuple[str, ...] = (),
-    least: float | None = None,
-    most: float = math.inf,
-    free: bool = False,
-    brings: dict[str, Any] | None = None,
-    metavar: str = "",
-) -> Any:
+def setting(default: Any, help: str, group: str = "the method", **rule: Any) -> Any:
     """A setting: its default, and its `Rule`. A subclass may write just another default.
 
     free: no step and no sample depends on the setting, except through what we compare anyway, such
     as a run's problems. brings: a flag and a preset override these defaults; of two settings that
     bring the same one, the setting that is declared later wins.
     """
-    return field(
-        default=default,
-        metadata={"rule": Rule(help, group, choices, least, most, free, brings or {}, metavar)},
-    )
+    return field(default=default, metadata={"rule": Rule(help, group, **rule)})
 
 
 @dataclass(frozen=True)
@@ -142,29 +130,33 @@ class Common:
         }
 
 
-def refuse_mistakes(kind: type[Common], rules: dict[str, Rule], hidden: set[str]) -> None:
+def refuse_mistakes(config_class: type[Common], rules: dict[str, Rule], hidden: set[str]) -> None:
     """TypeError for a class of settings with a name, a default or a setting of no effect.
 
     hidden: the settings that the class is `without`.
     """
     mistakes = {
         "no setting; mend the name, or write setting(...) behind it": (
-            {f.name for f in fields(kind)} - {*rules}
+            {f.name for f in fields(config_class)} - {*rules}
         ),
         "dataclasses ignore this default; write its type behind the name, and "
         "@dataclass(frozen=True) above the class": (
-            {f.name for f in fields(kind) if getattr(kind, f.name) != f.default}
+            {f.name for f in fields(config_class) if getattr(config_class, f.name) != f.default}
         ),
         "in `without`, and neither a setting nor a group": (
-            kind.without - {*rules} - {rule.group for rule in rules.values()}
+            config_class.without - {*rules} - {rule.group for rule in rules.values()}
         ),
         "a setting that its own class is `without`": (
-            {f.name for f in fields(kind) if f.metadata and f.name in hidden & vars(kind).keys()}
+            {
+                f.name
+                for f in fields(config_class)
+                if f.metadata and f.name in hidden & vars(config_class).keys()
+            }
         ),
     }
     for mistake, names in mistakes.items():
         for name in sorted(names):
-            raise TypeError(f"{kind.__name__}.{name}: {mistake}")
+            raise TypeError(f"{config_class.__name__}.{name}: {mistake}")
 
 
 @dataclass(frozen=True)
@@ -172,6 +164,7 @@ class Config(Common):
     """SGSD's settings."""
 
     program: ClassVar[str] = "sgsd.py"
+    makes_bank: ClassVar[bool] = True  # whether a run without --bank writes one first
 
     out: str = setting(
         "runs/sgsd", "directory of the run; the same command continues it", "the run", free=True
@@ -355,7 +348,7 @@ class Config(Common):
     @property
     def uses_skill_bank(self) -> bool:
         """Whether there is a bank: that of --bank, or one that the method makes first."""
-        return bool(self.bank) or "the first bank" not in self.without
+        return bool(self.bank) or self.makes_bank
 
     @property
     def evolves(self) -> bool:
@@ -468,7 +461,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
-def presets_of(kind: type[Config]) -> dict[str, dict[str, Any]]:
+def presets_of(config_class: type[Config]) -> dict[str, dict[str, Any]]:
     """PRESETS for a class of settings. A method that has its own --out keeps it."""
-    own = {"out": kind.out} if kind.out != Config.out else {}
+    own = {"out": config_class.out} if config_class.out != Config.out else {}
     return {name: {**preset, **own} for name, preset in PRESETS.items()}

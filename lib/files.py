@@ -75,33 +75,37 @@ def append_jsonl(path: pathlib.Path, rows: Iterable[dict]) -> None:
 
 
 def read_jsonl(path: pathlib.Path) -> Iterator[dict]:
-    """The rows of a .jsonl file; none if there is no file. A torn last line is left out.
+    """The rows of a .jsonl file; see `rows_and_ends`."""
+    for row, _ in rows_and_ends(path):
+        yield row
 
-    ValueError names the file and the line that is not JSON.
+
+def rows_and_ends(path: pathlib.Path) -> Iterator[tuple[Any, int]]:
+    """Each row of a .jsonl file, and the byte where it ends; none if there is no file.
+
+    A torn last line is left out. ValueError names the file and the line that is not JSON.
     """
     if not path.exists():
         return
+    end = 0
     with open(path, "rb") as f:
         for i, line in enumerate(f, 1):
+            if not line.endswith(b"\n"):
+                return
+            end += len(line)
             try:
-                if line.endswith(b"\n"):
-                    yield json.loads(line)
+                row = json.loads(line)
             except ValueError as e:
                 raise ValueError(f"{path}:{i}: not JSON ({e}); repair or remove it") from None
+            yield row, end
 
 
 def rows_of_steps(path: pathlib.Path) -> Iterator[tuple[dict, int]]:
-    """Each row of a .jsonl file, and the byte where it ends; none without a file.
-
-    ValueError names the file and the line that is not JSON, or has no step.
-    """
-    end = 0
-    with open(path if path.exists() else os.devnull, "rb") as f:
-        for i, (line, row) in enumerate(zip(f, read_jsonl(path)), 1):
-            if not isinstance(row, dict) or type(row.get("step")) is not int:
-                raise ValueError(f"{path}:{i}: a row without its step; repair or remove the file")
-            end += len(line)
-            yield row, end
+    """As `rows_and_ends`, for rows that have a step. ValueError names the line that has none."""
+    for i, (row, end) in enumerate(rows_and_ends(path), 1):
+        if not isinstance(row, dict) or type(row.get("step")) is not int:
+            raise ValueError(f"{path}:{i}: a row without its step; repair or remove the file")
+        yield row, end
 
 
 def end_of_step(path: pathlib.Path, last: int) -> int:
@@ -175,7 +179,7 @@ def write_digests(folder: pathlib.Path) -> None:
     write_json(folder / DIGESTS, digests)
 
 
-def digests_of(folder: pathlib.Path, needed: bool | None = False) -> dict[str, str]:
+def digests_of(folder: pathlib.Path, needed: bool = False) -> dict[str, str]:
     """A checkpoint's digests; {} if it has no digests.json, which is an error if `needed`."""
     digests = read_json(folder / DIGESTS) if needed or (folder / DIGESTS).exists() else {}
     if not isinstance(digests, dict):

@@ -102,7 +102,8 @@ def _problem(
         raise ValueError(f"a row must be a JSON object, got {type(row).__name__}")
     if {"prompt", "reward_model"} <= row.keys() and not {problem_field, answer_field} <= row.keys():
         row = _dapo(row, problem_field, answer_field) | row
-    problem, answer = _text(row, problem_field), _text(row, answer_field)
+    problem = _text(row, problem_field)
+    answer = _text(row, answer_field)
     if answer_after:
         _, mark, rest = answer.rpartition(answer_after)
         if not mark or not rest.strip():
@@ -249,10 +250,11 @@ def minibatch(
     problem is sampled twice with the same draws.
     """
     batch: list[tuple[Problem, int]] = []
-    start, end = (step - 1) * batch_size, step * batch_size
-    for epoch in range(start // len(data), -(-end // len(data))):
-        generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
-        order = torch.randperm(len(data), generator=generator).tolist()
-        first = epoch * len(data)
-        batch += [(data[i], epoch) for i in order[max(0, start - first) : end - first]]
+    orders: dict[int, list[int]] = {}  # by epoch
+    for place in range((step - 1) * batch_size, step * batch_size):  # among all that are ever drawn
+        epoch, i = divmod(place, len(data))
+        if epoch not in orders:
+            generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
+            orders[epoch] = torch.randperm(len(data), generator=generator).tolist()
+        batch.append((data[orders[epoch][i]], epoch))
     return batch

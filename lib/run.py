@@ -16,7 +16,6 @@ know what a bank is made of.
 import contextlib
 import functools
 import json
-import math
 import os
 import pathlib
 import shlex
@@ -54,8 +53,8 @@ class Run:
 
     cfg: Any  # a Config; a method's own class has more settings
     world: World
-    # What rank 0 reads of the data and the folder, and sends to the other ranks.
-    about: dict[str, Any]  # config.json, as this command writes it
+    # What rank 0 reads of the data and the folder, and sends to the other ranks: `read_state`.
+    manifest: dict[str, Any]  # config.json, as this command writes it
     problems: list[Problem]
     step: int = 0
     checkpoint: pathlib.Path | None = None  # the last one's folder, when the command began
@@ -70,7 +69,7 @@ class Run:
     stream: Any = None  # a `Stream`: decodes completions of the policy, by `generate`
     server: served.Server | None = None  # samples the first bank in the place of `generate`
     embed: Callable[[Sequence[str]], Any] | None = None  # texts -> [n, d]
-    optimizer: Any = None  # AdamW; None where there are no steps
+    optimizer: Any = None  # AdamW; None without adapters
     extra_tensors: dict[str, Tensor] = field(default_factory=dict)  # saved with a checkpoint
     # What changes from step to step.
     signals: command.Signals = field(default_factory=command.Signals)
@@ -97,22 +96,22 @@ class Run:
         disk, a lost server or the third bad step in a row ends the command with one line and exit
         code 2.
         """
-        command.Signals()  # from here on Ctrl-C ends the command at once
+        signals = command.Signals()
+        signals.install()  # from here on Ctrl-C ends the command at once
         with contextlib.ExitStack() as held:
             with command.one_line_errors(cfg.program, *command.GIVEN):
                 world = distributed.init(cfg.device)
                 refuse_other_processes(cfg, world)
-                run: Any = None
+                read = None
                 if world.main:
-                    claim(cfg, held)
-                    data = load_training(cfg)
-                    about = about_run(cfg, data, world)
-                    run = cls(cfg=cfg, world=world, about=about, problems=data)
-                    inspect(run, load_bank)
-                run = distributed.broadcast(run, world)
-                run.cfg, run.world, run.signals = cfg, world, command.Signals()
-                with reading(run.checkpoint):
-                    files.refuse_damaged(run.checkpoint, run.digests)
+                    refuse_other_files(cfg)
+                    held.enter_context(files.locked(pathlib.Path(cfg.out)))
+                    read = read_state(cfg, world, load_bank)
+                state = distributed.broadcast(read, world)
+                run = cls(cfg=cfg, world=world, signals=signals, **state)
+                if run.checkpoint:
+                    with reading(run.checkpoint):
+                        files.refuse_damaged(run.checkpoint, run.digests)
                 (load or load_run)(run, held)
                 leave_out_long(run, student_prompt)
                 distributed.barrier(world)
@@ -137,9 +136,9 @@ class Run:
         return rollout.stop_ids(self.lm, self.tokenizer)
 
     @functools.cached_property
-    def format_ids(self) -> set[int]:
-        """The ids of special, template and formatting tokens (S2)."""
-        return model.masked_token_ids(self.tokenizer)
+    def masked_ids(self) -> set[int]:
+        """The ids that the token mask leaves out (S2): formatting, special and stop ids."""
+        return model.masked_token_ids(self.tokenizer) | {*self.stops}
 
     def begin(self) -> None:
         """Cut the logs back to the last checkpoint, write config.json, and describe the run.
@@ -147,21 +146,22 @@ class Run:
         bank/bank.json becomes the bank in use again.
         """
         cut(self)
-        files.write_json(self.out / "config.json", self.about)
+        files.write_json(self.out / "config.json", self.manifest)
         fingerprints = [problems.fingerprint(x.problem) for x in self.problems]
         files.write_json(self.out / "problems.json", fingerprints)
         if self.bank is not None:
             replace(self.bank, window=[]).save(self.out / "bank" / files.BANK)
-        self.track = runlog.open_tracker(self.out, self.about)  # it may fail
+        self.track = runlog.open_tracker(self.out, self.manifest)  # it may fail
         learn = sum(p.numel() for p in model.trained(self.lm).values()) if self.cfg.steps else 0
         print(f"model {self.cfg.model}: {learn:,} of {self.lm.num_parameters():,} parameters learn")
         if "eps_a" in self.cfg.rules():  # the methods with a mask
-            masked = sorted(self.format_ids | {*self.stops})
+            masked = sorted(self.masked_ids)
             texts = " ".join(repr(self.tokenizer.decode([i])) for i in masked[:40])
             print(f"token mask: {len(masked)} formatting and special ids (S2): {texts}")
-        for again in self.about["continuations"][-1:]:
-            after = f"continues after step {self.step}" if self.step else "starts with step 1"
-            print(*[f"changed: {line}" for line in again["changed"]], after, sep="\n")
+        if self.manifest["continuations"]:
+            for line in self.manifest["continuations"][-1]["changed"]:
+                print(f"changed: {line}")
+            print(f"continues after step {self.step}" if self.step else "starts with step 1")
 
     # ------------------------------------------------------------------------------ the run's files
 
@@ -171,7 +171,8 @@ class Run:
         rows: the step's rows of rollouts.jsonl from all ranks.
         """
         audits = [row.pop("audit") for row in rows if "audit" in row]
-        rate, peak = self.optimizer.param_groups[0]["lr"], runlog.memory_gb(self.device)
+        rate = self.optimizer.param_groups[0]["lr"]
+        peak = runlog.memory_gb(self.device)
         metrics = runlog.summarize(self.step, rows, norm, rate, self.clock.seconds, peak)
         self.skipped = self.skipped + 1 if metrics["skipped"] else 0
         self.metrics.append(metrics | (self.bank.counts if self.bank else {}))
@@ -193,7 +194,7 @@ class Run:
     def save_is_due(self) -> bool:
         """Whether to save a checkpoint of the last step. We always save before an evolution."""
         is_due = self.step % self.cfg.checkpoint_every == 0 or self.step == self.cfg.steps
-        return is_due or evolution_is_due(self.cfg, self.step, self.bank)
+        return is_due or evolution_is_due(self)
 
     def save(self) -> None:
         """Rank 0 saves a checkpoint of the last step unless it exists; the other ranks wait."""
@@ -227,9 +228,15 @@ class Run:
 # ---------------------------------------------------------------------------- between two steps
 
 
-def evolution_is_due(cfg: Config, step: int, bank: Any) -> bool:
-    """Whether an evolution is due after this step: it empties the window when it is done (D9)."""
-    return cfg.evolves and bank is not None and bool(bank.window) and step % cfg.evolve_every == 0
+def evolution_is_due(run: Run) -> bool:
+    """Whether the bank must evolve now: F divides the last step, and its window is not empty (D9).
+
+    The window holds the rollouts since the evolution before; an evolution ends by emptying it. A
+    run that was killed on the way continues with the window of its checkpoint, so it is still due.
+    """
+    if not run.cfg.evolves or run.bank is None:
+        return False
+    return run.step % run.cfg.evolve_every == 0 and bool(run.bank.window)
 
 
 def should_stop(run: Run) -> bool:
@@ -243,7 +250,7 @@ def should_stop(run: Run) -> bool:
 
 def is_complete(run: Run) -> bool:
     """Whether all steps are made, and the evolution after the last one, if it was due."""
-    return run.step >= run.cfg.steps and not evolution_is_due(run.cfg, run.step, run.bank)
+    return run.step >= run.cfg.steps and not evolution_is_due(run)
 
 
 def exit_code(run: Run) -> int:
@@ -272,7 +279,8 @@ def leave_out_long(
     context must leave for a solution. ValueError if no problem is left.
     """
     context = rollout.context_limit(run.lm)
-    room, wanted = min(run.cfg.max_prompt_tokens, context - reply), context - run.cfg.max_new_tokens
+    room = min(run.cfg.max_prompt_tokens, context - reply)
+    wanted = context - run.cfg.max_new_tokens
     lengths = [len(student_prompt(run, x.problem)) for x in run.problems]
     kept = [x for x, tokens in zip(run.problems, lengths) if tokens <= room]
     long = len(run.problems) - len(kept)
@@ -363,7 +371,8 @@ def shared_replies(run: Run, prompts: list[str], repeats: list[int]) -> list[str
     replies that the context has cut.
     """
     context = rollout.context_limit(run.lm)
-    first, again = Sampling(temperature=0.0), Sampling(temperature=1.1, top_p=0.95, top_k=20)
+    first = Sampling(temperature=0.0)
+    again = Sampling(temperature=1.1, top_p=0.95, top_k=20)
     jobs: dict[Sampling, list[Job]] = {first: [], again: []}
     for i, (prompt, repeat) in enumerate(zip(prompts, repeats, strict=True)):
         ids = rollout.chat_ids(run.tokenizer, prompt, thinking="closed")
@@ -401,14 +410,13 @@ def refuse_other_processes(cfg: Config, world: World) -> None:
         distributed.refuse_other_commands(distributed.all_gather(shared, world))
 
 
-def claim(cfg: Config, held: contextlib.ExitStack) -> None:
-    """Lock the folder; ValueError if it holds files that are not a run's."""
+def refuse_other_files(cfg: Config) -> None:
+    """ValueError if the folder holds files that are not a run's."""
     out = pathlib.Path(cfg.out)
     names = sorted(path.name for path in out.glob("[!.]*"))
     is_run = "config.json" in names and "program" in files.read_json(out / "config.json")
     if names and not is_run:
         raise ValueError(f"--out {out}: holds {names[0]}, and no run; give another directory")
-    held.enter_context(files.locked(out))
 
 
 def load_training(cfg: Config) -> list[Problem]:
@@ -434,7 +442,7 @@ def load_training(cfg: Config) -> list[Problem]:
     return data
 
 
-def about_run(cfg: Config, data: list[Problem], world: World) -> dict[str, Any]:
+def new_manifest(cfg: Config, data: list[Problem], world: World) -> dict[str, Any]:
     """A new run's config.json: its provenance, and what a command must share to continue it."""
     settings = {name: getattr(cfg, name) for name in cfg.rules()}
     return {
@@ -467,94 +475,139 @@ def code_of(cfg: Config) -> dict[str, str]:
     return {name: files.file_digest(path) for name, path in sorted(zip(names, paths))}
 
 
-def inspect(run: Run, load_bank: Callable[..., Any]) -> None:
-    """Set a new run to the state of its folder; ValueError if it may not continue that one."""
-    cfg, checkpoints = run.cfg, files.by_step(run.out / "checkpoints")
-    run.step = max(checkpoints, default=0)
-    run.checkpoint = checkpoints.get(run.step)
-    if (run.out / "config.json").exists():
-        go_on(run, files.read_json(run.out / "config.json"))
-    bank = files.of_step(run.out / "bank", 0, ".json")
-    with reading(run.checkpoint):
-        if run.checkpoint:
-            run.digests = files.digests_of(run.checkpoint, needed=True)
-            bank = run.checkpoint / files.BANK
-        if cfg.uses_skill_bank and (run.checkpoint or bank.exists()):
-            run.bank = load_bank(bank)
-        elif cfg.bank:
-            run.bank = load_bank(pathlib.Path(cfg.bank), cfg.num_teachers)
-            run.bank.window = []
-    if cfg.server and run.bank is not None:
-        print("--server: nothing asks it, as there is a bank: steps and evolutions use `generate`")
+def read_state(cfg: Config, world: World, load_bank: Callable[..., Any]) -> dict[str, Any]:
+    """The fields of a `Run` that rank 0 reads, for a new run or for one that continues.
 
-
-def go_on(run: Run, stored: dict[str, Any]) -> None:
-    """Take from the logs what a run needs to go on; ValueError if this command may not continue it.
-
-    stored: its config.json so far.
+    ValueError if this command may not continue the folder's run.
     """
-    cfg, out = run.cfg, run.out
-    if not (run.checkpoint or files.of_step(out / "bank", 0, ".json").exists()):
-        for row in files.read_jsonl(out / "bank/memories.jsonl"):
-            run.memories[row["problem_id"]] = row
-    if run.memories and bool(cfg.server) != bool(stored["settings"].get("server")):
+    out = pathlib.Path(cfg.out)
+    data = load_training(cfg)
+    manifest = new_manifest(cfg, data, world)
+    checkpoints = files.by_step(out / "checkpoints")
+    step = max(checkpoints, default=0)
+    checkpoint = checkpoints.get(step)
+    skipped = 0
+    memories: dict[str, dict] = {}
+    if (out / "config.json").exists():
+        stored = files.read_json(out / "config.json")
+        if not (checkpoint or first_bank(cfg).exists()):
+            memories = memories_so_far(cfg, stored)
+        manifest = continued(cfg, step, manifest, stored)
+        skipped = skipped_so_far(cfg, step, stored)
+    digests: dict[str, str] = {}
+    with reading(checkpoint):
+        if checkpoint:
+            digests = files.digests_of(checkpoint, needed=True)
+        bank = bank_so_far(cfg, checkpoint, load_bank)
+    if cfg.server and bank is not None:
+        print("--server: nothing asks it, as there is a bank: steps and evolutions use `generate`")
+    return {
+        "manifest": manifest,
+        "problems": data,
+        "step": step,
+        "checkpoint": checkpoint,
+        "digests": digests,
+        "bank": bank,
+        "skipped": skipped,
+        "memories": memories,
+    }
+
+
+def first_bank(cfg: Config) -> pathlib.Path:
+    """The file of the bank that a run begins with, from which it continues without a checkpoint."""
+    return files.of_step(pathlib.Path(cfg.out, "bank"), 0, ".json")
+
+
+def bank_so_far(cfg: Config, checkpoint: pathlib.Path | None, load_bank: Callable[..., Any]) -> Any:
+    """The run's bank, or for a new run that of --bank; None if it is not made yet, or not used."""
+    file = checkpoint / files.BANK if checkpoint else first_bank(cfg)
+    if cfg.uses_skill_bank and (checkpoint or file.exists()):
+        return load_bank(file, 1)
+    if not cfg.bank:
+        return None
+    bank = load_bank(pathlib.Path(cfg.bank), cfg.num_teachers)
+    bank.window = []
+    return bank
+
+
+def memories_so_far(cfg: Config, stored: dict[str, Any]) -> dict[str, dict]:
+    """The memories of a cold start that was killed, by problem. stored: its config.json."""
+    out = pathlib.Path(cfg.out)
+    memories = {}
+    for row in files.read_jsonl(out / "bank/memories.jsonl"):
+        memories[row["problem_id"]] = row
+    if memories and bool(cfg.server) != bool(stored["settings"].get("server")):
         raise ValueError(
             f"--out {out}: --server: a server and `generate` would both sample the first bank "
             "(S27); give the run's value, or a new --out"
         )
-    run.about = continued(run, stored)
-    made = 0
+    return memories
+
+
+def skipped_so_far(cfg: Config, step: int, stored: dict[str, Any]) -> int:
+    """The bad steps in a row that end with this step, as metrics.jsonl has them (S34).
+
+    ValueError if the run has passed its first checkpoint, and that is not there.
+    """
+    out = pathlib.Path(cfg.out)
+    made = skipped = 0
     for row, _ in files.rows_of_steps(out / "metrics.jsonl"):
         made = row["step"]
-        if made <= run.step:
-            run.skipped = run.skipped + 1 if row.get("skipped") else 0
-    every = stored["settings"].get("checkpoint_every", cfg.checkpoint_every)
-    if made > min(every, cfg.evolve_every if cfg.evolves else math.inf) and not run.step:
+        if made <= step:
+            skipped = skipped + 1 if row.get("skipped") else 0
+    first = stored["settings"].get("checkpoint_every", cfg.checkpoint_every)
+    if cfg.evolves:
+        first = min(first, cfg.evolve_every)
+    if made > first and not step:
         raise ValueError(
             f"--out {out}: it has made {made} steps, but checkpoints/ has none; bring them back, "
             "or give another directory"
         )
+    return skipped
 
 
-def continued(run: Run, stored: dict[str, Any]) -> dict[str, Any]:
+def continued(
+    cfg: Config, step: int, manifest: dict[str, Any], stored: dict[str, Any]
+) -> dict[str, Any]:
     """The config.json of a run that continues; ValueError for differences that are not free.
 
-    stored: its config.json so far. run.about: what this command would write for a new run. If an
-    edit has added a setting since, the run has its default.
+    step: the last one that is saved. manifest: what this command would write for a new run. stored:
+    the run's config.json so far. If an edit has added a setting since, the run has its default.
     """
-    cfg, out, about = run.cfg, run.out, run.about
-    if not about.keys() <= stored.keys():
+    out = pathlib.Path(cfg.out)
+    if not manifest.keys() <= stored.keys():
         raise ValueError(f"--out {out}: an older version made it; give another directory")
-    free = [name for name, rule in cfg.rules().items() if rule.free]
-    may_differ = {"the number of processes", *map(config.flag, free)}
-    old_of = {
-        config.flag(f.name): json.loads(json.dumps(f.default)) for f in fields(cfg)
-    } | comparable(stored)
+    before = {config.flag(f.name): json.loads(json.dumps(f.default)) for f in fields(cfg)}
+    before |= comparable(stored)
     changed: dict[str, str] = {}
-    for name, new in comparable(about).items():
-        if new != old_of[name]:
-            changed[name] = f"{name} {new!r}, where the run has {old_of[name]!r}"
+    for name, new in comparable(manifest).items():
+        if new != before[name]:
+            changed[name] = f"{name} {new!r}, where the run has {before[name]!r}"
+    may_differ = {"the number of processes"}
+    for name, rule in cfg.rules().items():
+        if rule.free:
+            may_differ.add(config.flag(name))
     refused = [line for name, line in changed.items() if name not in may_differ]
-    if cfg.steps < run.step:
-        refused.append(f"--steps {cfg.steps}, where the run has made {run.step}")
+    if cfg.steps < step:
+        refused.append(f"--steps {cfg.steps}, where the run has made {step}")
     if refused:
         raise ValueError(f"--out {out}: {'; '.join(refused)}; give the run's value, or a new --out")
-    before = stored["code"]  # of an earlier version one digest: all files are named
-    edited = [name for name, x in about["code"].items() if name not in before or before[name] != x]
+    code = stored["code"]  # of an earlier version one digest: all files are named
+    edited = [name for name, x in manifest["code"].items() if name not in code or code[name] != x]
     if edited:
         changed["the code"] = f"the code: {', '.join(edited)}"
-    again = {**runlog.provenance(), "step": run.step, "changed": [*changed.values()]}
-    new = {name: about[name] for name in ("settings", "code", "processes")}
+    again = {**runlog.provenance(), "step": step, "changed": [*changed.values()]}
+    new = {name: manifest[name] for name in ("settings", "code", "processes")}
     return {**stored, **new, "continuations": [*stored["continuations"], again]}
 
 
-def comparable(about: dict[str, Any]) -> dict[str, Any]:
+def comparable(manifest: dict[str, Any]) -> dict[str, Any]:
     """What a run and a command that continues it are compared by, by its name in a line."""
     return {
-        "the program": about["program"],
-        **{config.flag(name): value for name, value in about["settings"].items()},
-        "the problems of --data": about["problems"],
-        "the number of processes": about["processes"],
+        "the program": manifest["program"],
+        **{config.flag(name): value for name, value in manifest["settings"].items()},
+        "the problems of --data": manifest["problems"],
+        "the number of processes": manifest["processes"],
     }
 
 
@@ -637,8 +690,11 @@ def add_adapters(run: Run, rank: int, alpha: Any) -> None:
 
 def cut(run: Run) -> None:
     """Remove all that came after the last checkpoint, and what a kill has left unfinished."""
-    # The last step whose bank and replies stay.
-    evolved = -1 if run.bank is None else run.step - evolution_is_due(run.cfg, run.step, run.bank)
+    evolved = -1  # the last step whose bank and replies stay
+    if run.bank is not None:
+        evolved = run.step
+        if evolution_is_due(run):
+            evolved -= 1  # this step's evolution is made again
     logs = {run.out / f"{name}.jsonl": run.step for name in runlog.LOGS}
     logs[run.out / "bank/replies.jsonl"] = evolved
     ends = {path: files.end_of_step(path, step) for path, step in logs.items() if path.exists()}
@@ -668,15 +724,13 @@ def what_next(run: Run) -> str:
 
 def evaluation(cfg: Config) -> list[str]:
     """eval.py's arguments for an evaluation that reads, samples and judges as the run trained."""
-    shared = {
-        name: getattr(cfg, name)
-        for name, rule in cfg.rules().items()
-        if hasattr(config.Common, name) or rule.group == "the sampling"
-    }
-    return [
-        cfg.model,
-        cfg.out,
-        *config.flags_that_differ(shared, asdict(EvalConfig())),
-        *["--no-thinking"] * (cfg.student_prefix == "closed"),
-        *["--data", "YOUR_TEST_PROBLEMS.jsonl"] * (cfg.data != Config.data),
-    ]
+    shared = {}
+    for name, rule in cfg.rules().items():
+        if hasattr(config.Common, name) or rule.group == "the sampling":
+            shared[name] = getattr(cfg, name)
+    words = [cfg.model, cfg.out, *config.flags_that_differ(shared, asdict(EvalConfig()))]
+    if cfg.student_prefix == "closed":
+        words.append("--no-thinking")
+    if cfg.data != Config.data:
+        words += ["--data", "YOUR_TEST_PROBLEMS.jsonl"]
+    return words

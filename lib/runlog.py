@@ -6,7 +6,6 @@ number.
 
 import contextlib
 import importlib.metadata
-import itertools
 import math
 import pathlib
 import resource
@@ -21,16 +20,15 @@ from typing import Any
 import torch
 
 FIRST_STEPS = 5  # after these a run warns if they taught nothing
-CAUSES = {  # why no solution was right: what all solutions were, and what to do
-    "truncated": "all were cut: raise --max-new-tokens, if the model's context allows",
-    "no_answer": "none had an answer; see `text` in rollouts.jsonl, and `answer` of --verifier",
-}
+# Why no solution was right, and what to do.
+ALL_CUT = "all were cut: raise --max-new-tokens, if the model's context allows"
+NO_ANSWER = "none had an answer; see `text` in rollouts.jsonl, and `answer` of --verifier"
 NONE_RIGHT = "compare `pred` and `gold` in rollouts.jsonl, and see --answer-field and --verifier"
 ALIKE = {  # if no group had right and wrong solutions: what to do, by the share of right ones
     0.0: "all were wrong; if their verdicts are right, take easier problems, or more --generations",
     1.0: "all were right; take harder problems, or more --generations",
 }
-# Names of numbers in our logs, which a method may not give to its own.
+# Column names that a method's own numbers may not use.
 TAKEN = (
     "index step r reward loss unmasked clipped first_gap audit bank_skills bank_mistakes".split()
 )
@@ -86,9 +84,11 @@ def rollout_row(
     ValueError as `joined` raises it.
     """
     row = {"index": index, "step": step, **asdict(roll), "reward": float(reward)}
-    row["pairs"] = [[pair.skill["skill_id"], pair.mistake["mistake_id"]] for pair in pairs_K]
-    row["s_g"] = [pair.s_g for pair in pairs_K]
-    row["s_e"] = [pair.s_e for pair in pairs_K]
+    row |= {"pairs": [], "s_g": [], "s_e": []}
+    for pair in pairs_K:
+        row["pairs"].append([pair.skill["skill_id"], pair.mistake["mistake_id"]])
+        row["s_g"].append(pair.s_g)
+        row["s_e"].append(pair.s_e)
     row["loss"] = result.loss.item()
     T = len(roll.completion_ids)
     mask_T = result.token_numbers.get("mask", torch.ones(T)).bool().cpu()  # indexes any device
@@ -104,9 +104,14 @@ def rollout_row(
 
 def joined(row: dict[str, Any], numbers: dict[str, torch.Tensor]) -> dict[str, Any]:
     """A row with more numbers. ValueError for a name that the row, or another one, has already."""
-    for name in [name for name in numbers if name in row or name in TAKEN]:
-        raise ValueError(f"{name!r}: a log has another number of this name; rename the method's")
-    return row | {name: x.tolist() for name, x in numbers.items()}
+    longer = dict(row)
+    for name, x in numbers.items():
+        if name in row or name in TAKEN:
+            raise ValueError(
+                f"{name!r}: a log has another number of this name; rename the method's"
+            )
+        longer[name] = x.tolist()
+    return longer
 
 
 def token_row(step: int, index: int, roll: Any, result: Any, tokenizer: Any) -> dict[str, Any]:
@@ -138,67 +143,86 @@ def summarize(
     a mask their numbers; shares and other means over nothing are 0. A number of the method's own is
     a mean over the rows that have it. ValueError as `joined` raises it.
     """
-    total = len(rows)
-    metrics: dict[str, Any] = {
-        "step": step,
-        "loss": sum(row["loss"] for row in rows) / total,
-        "success": sum(row["r"] > 0 for row in rows) / total,
-        "truncated": sum(row["truncated"] for row in rows) / total,
-        "no_answer": sum(row["pred"] is None for row in rows) / total,
-        "no_teachers": sum(not row.get("rho") and not row.get("first_gap") for row in rows),
-    }
+    columns: dict[str, list[float]] = {"loss": []}
+    columns |= {"success": [], "truncated": [], "no_answer": []}
+    no_teachers = tokens = 0
+    own: dict[str, list[float]] = {}
+    for row in rows:
+        columns["loss"].append(row["loss"])
+        columns["success"].append(row["r"] > 0)
+        columns["truncated"].append(row["truncated"])
+        columns["no_answer"].append(row["pred"] is None)
+        no_teachers += not row.get("rho") and not row.get("first_gap")
+        tokens += len(row["completion_ids"])
+        for name, x in row.items():
+            if type(x) in (int, float) and name not in TAKEN:
+                own.setdefault(name, []).append(x)
+    metrics: dict[str, Any] = {"step": step}
+    for name, xs in columns.items():
+        metrics[name] = sum(xs) / len(rows)
+    metrics["no_teachers"] = no_teachers
     metrics |= polarity_numbers(rows)
-    metrics |= {f"seconds.{part}": round(x, 3) for part, x in seconds.items()}
-    lengths = [len(row["completion_ids"]) for row in rows]
-    metrics |= gap_numbers(rows, lengths) if any("unmasked" in row for row in rows) else {}
+    for part, x in seconds.items():
+        metrics[f"seconds.{part}"] = round(x, 3)
+    if any("unmasked" in row for row in rows):
+        metrics |= gap_numbers(rows, tokens)
     metrics |= {
-        "completion_tokens": sum(lengths) / total,
+        "completion_tokens": tokens / len(rows),
         "grad_norm": norm,
         "learning_rate": lr,
         "skipped": int(not math.isfinite(norm)),
         "memory_gb": round(gb, 2),
     }
-    own: dict[str, list[float]] = {}
-    for row in rows:
-        for name, x in row.items():
-            if type(x) in (int, float) and name not in TAKEN:
-                own.setdefault(name, []).append(x)
     return joined(metrics, {name: torch.tensor(xs).double().mean() for name, xs in own.items()})
 
 
-def gap_numbers(rows: list[dict], lengths: list[int]) -> dict[str, float]:
-    """The shares of clipped gaps and of unmasked tokens, and the mean gap of first tokens."""
-    # Without a mask every token counts.
-    unmasked = [row.get("unmasked", length) for row, length in zip(rows, lengths)]
-    gaps = sum(n * len(row.get("first_gap", [])) for row, n in zip(rows, unmasked))
-    first_gaps = list(itertools.chain.from_iterable(row.get("first_gap", []) for row in rows))
+def pooled(rows: list[dict], name: str) -> list[Any]:
+    """One list of what the rows have in their lists of this name, such as each teacher's rho."""
+    values = []
+    for row in rows:
+        values += row.get(name, [])
+    return values
+
+
+def gap_numbers(rows: list[dict], tokens: int) -> dict[str, float]:
+    """The shares of clipped gaps and of unmasked tokens, and the mean gap of first tokens.
+
+    tokens: those of all rows' completions.
+    """
+    unmasked = gaps = clipped = 0
+    for row in rows:
+        counted = row.get("unmasked", len(row["completion_ids"]))  # without a mask every token
+        unmasked += counted
+        gaps += counted * len(row.get("first_gap", []))
+        clipped += row.get("clipped", 0)
+    first_gaps = pooled(rows, "first_gap")
     return {
-        "clip_share": sum(row.get("clipped", 0) for row in rows) / max(1, gaps),
-        "mask_share": sum(unmasked) / sum(lengths),
+        "clip_share": clipped / max(1, gaps),
+        "mask_share": unmasked / tokens,
         "first_gap": sum(first_gaps) / max(1, len(first_gaps)),
     }
 
 
 def polarity_numbers(rows: list[dict]) -> dict[str, Any]:
     """Teachers counted by fate, over all, right, wrong and cut rollouts; and their supports."""
+    rows_of: dict[str, list[dict]] = {"": rows, "_success": [], "_failure": [], "_truncated": []}
+    for row in rows:
+        rows_of["_success" if row["r"] > 0 else "_failure"].append(row)
+        if row["truncated"]:
+            rows_of["_truncated"].append(row)
     metrics: dict[str, Any] = {}
-    rows_of = {
-        "": rows,
-        "_success": [row for row in rows if row["r"] > 0],
-        "_failure": [row for row in rows if row["r"] <= 0],
-        "_truncated": [row for row in rows if row["truncated"]],
-    }
     for case, of_case in rows_of.items():
-        rho = list(itertools.chain.from_iterable(row.get("rho", []) for row in of_case))
-        metrics |= {f"rho_{fate}{case}": rho.count(sign) for sign, fate in FATE.items()}
-        signed = list(itertools.chain.from_iterable(row.get("a", []) for row in of_case))
-        if signed and case in ("_success", "_failure"):  # for no teachers 0 would look balanced
-            metrics[f"a_mean{case}"] = sum(signed) / len(signed)
-            metrics[f"a_positive{case}"] = sum(a > 0 for a in signed) / len(signed)
-    signed = list(itertools.chain.from_iterable(row.get("a", []) for row in rows))
-    sizes = torch.tensor(signed or [0.0]).abs()
-    shares = {f"abs_a_p{percent}": sizes.quantile(percent / 100) for percent in (10, 50, 90)}
-    return metrics | {name: float(size) for name, size in shares.items()}
+        rho = pooled(of_case, "rho")
+        for sign, fate in FATE.items():
+            metrics[f"rho_{fate}{case}"] = rho.count(sign)
+        supports = pooled(of_case, "a")
+        if supports and case in ("_success", "_failure"):  # for no teachers 0 would look balanced
+            metrics[f"a_mean{case}"] = sum(supports) / len(supports)
+            metrics[f"a_positive{case}"] = sum(a > 0 for a in supports) / len(supports)
+    sizes = torch.tensor(pooled(rows, "a") or [0.0]).abs()
+    for percent in (10, 50, 90):
+        metrics[f"abs_a_p{percent}"] = float(sizes.quantile(percent / 100))
+    return metrics
 
 
 def log_line(m: dict[str, Any], steps: int, late: int = 0) -> str:
@@ -207,32 +231,35 @@ def log_line(m: dict[str, Any], steps: int, late: int = 0) -> str:
     m: the step's row of metrics.jsonl. steps: the run's number of steps. late: the number of
     answers that took the verifier too long since the command began.
     """
-    share = {name: f"{x:.2f}".removeprefix("0") for name, x in m.items()}
-    fates = [m[f"rho_{fate}"] for fate in FATE.values()]
-    numbers = {
-        "r+": share["success"],
-        "rho": "+{}/-{}/0:{}".format(*fates) if any(fates) else "",
-        "mixed": share.get("mixed"),
-        "clip": f"{m['clip_share']:.1%}" if "clip_share" in m else "",
-        "mask": share.get("mask_share"),
-        "gnorm": f"{m['grad_norm']:.2g}",
-    }
-    words = [f"{word} {number}" for word, number in numbers.items() if number]
-    cut = (
-        f" | {m['truncated']:.0%} cut by --max-new-tokens or the context"
-        if m["truncated"] > 0.5
-        else ""
-    )
-    slow = f" | {late} answers so far took longer than --verify-timeout" if late else ""
-    legends = [f"\n  {LEGENDS[word]}" for word in LEGENDS if numbers[word] and m["step"] == 1]
-    parts = []
+    words = {"r+": _short(m["success"])}
+    if m["rho_distilled"] or m["rho_reversed"] or m["rho_ignored"]:
+        words["rho"] = "+{rho_distilled}/-{rho_reversed}/0:{rho_ignored}".format(**m)
+    if "mixed" in m:
+        words["mixed"] = _short(m["mixed"])
+    if "clip_share" in m:
+        words["clip"] = f"{m['clip_share']:.1%}"
+        words["mask"] = _short(m["mask_share"])
+    words["gnorm"] = f"{m['grad_norm']:.2g}"
+    line = f"step {m['step']}/{steps} loss {m['loss']:+.4f}"
+    for word, number in words.items():
+        line += f" {word} {number}"
+    line += " |"
     for part in ("gen", "score", "bwd"):
         x = m[f"seconds.{part}"]
-        parts.append(f"{part} {x:.1f}s" if x < 10 else f"{part} {x:.0f}s")
-    return (
-        f"step {m['step']}/{steps} loss {m['loss']:+.4f} {' '.join(words)} "
-        f"| {' '.join(parts)} | {m['memory_gb']:.1f}GB{cut}{slow}{''.join(legends)}"
-    )
+        line += f" {part} {x:.1f}s" if x < 10 else f" {part} {x:.0f}s"
+    line += f" | {m['memory_gb']:.1f}GB"
+    if m["truncated"] > 0.5:
+        line += f" | {m['truncated']:.0%} cut by --max-new-tokens or the context"
+    if late:
+        line += f" | {late} answers so far took longer than --verify-timeout"
+    for word, legend in LEGENDS.items():
+        if m["step"] == 1 and word in words:
+            line += f"\n  {legend}"
+    return line
+
+
+def _short(share: float) -> str:
+    return f"{share:.2f}".removeprefix("0")
 
 
 def warnings_after(steps: Sequence[dict[str, Any]], cfg: Any) -> list[str]:
@@ -243,21 +270,29 @@ def warnings_after(steps: Sequence[dict[str, Any]], cfg: Any) -> list[str]:
     """
     if len(steps) != FIRST_STEPS:
         return []
-    lines, beginning = [], f"in this command's first {FIRST_STEPS} steps"
-    if not any(row["success"] for row in steps):
-        causes = [text for name, text in CAUSES.items() if all(row[name] == 1 for row in steps)]
-        lines.append(f"no right solution {beginning}: {[*causes, NONE_RIGHT][0]}")
-    if not any(row.get("mixed", 1) for row in steps):
-        success = statistics.fmean(row["success"] for row in steps)
+
+    def mean(name: str) -> float:
+        return statistics.fmean(row[name] for row in steps)
+
+    lines = []
+    beginning = f"in this command's first {FIRST_STEPS} steps"
+    if not mean("success"):
+        cause = NONE_RIGHT
+        if mean("truncated") == 1:
+            cause = ALL_CUT
+        elif mean("no_answer") == 1:
+            cause = NO_ANSWER
+        lines.append(f"no right solution {beginning}: {cause}")
+    if "mixed" in steps[0] and not mean("mixed"):
+        success = mean("success")
         cause = ALIKE.get(success, "each was all right or all wrong; take more --generations")
         lines.append(
             f"no group had right and wrong solutions {beginning}, so nothing was learnt: {cause}"
         )
-    decided = any(row["rho_distilled"] or row["rho_reversed"] for row in steps)
-    if "eps_a" in cfg.rules() and not decided:
+    if "eps_a" in cfg.rules() and not mean("rho_distilled") and not mean("rho_reversed"):
         cause = "no solution had a teacher: is the bank empty, or the model's context too short?"
-        if any(row["rho_ignored"] for row in steps):
-            size = statistics.median(row["abs_a_p50"] for row in steps if "abs_a_p50" in row)
+        if mean("rho_ignored"):
+            size = statistics.median(row["abs_a_p50"] for row in steps)
             cause = f"the median size of a support is {size:.3g} nats, and --eps-a is {cfg.eps_a:g}"
         lines.append(
             f"no teacher was decided {beginning}, so nothing was learnt: {cause}; "
@@ -270,19 +305,19 @@ def warnings_after(steps: Sequence[dict[str, Any]], cfg: Any) -> list[str]:
 
 
 def open_tracker(
-    out: pathlib.Path, about: dict[str, Any]
+    out: pathlib.Path, manifest: dict[str, Any]
 ) -> Callable[[dict[str, Any]], object] | None:
     """What sends a row of metrics.jsonl to Weights & Biases; None without --report-to.
 
-    out: the run's folder. about: its config.json, by whose id wandb continues a run. ImportError if
-    wandb is not installed.
+    out: the run's folder. manifest: its config.json, by whose id wandb continues a run. ImportError
+    if wandb is not installed.
     """
-    settings = about["settings"]
+    settings = manifest["settings"]
     if settings["report_to"] == "none":
         return None
     import wandb
 
-    given = {"name": out.name, "id": about["id"], "dir": str(out), "config": settings}
+    given = {"name": out.name, "id": manifest["id"], "dir": str(out), "config": settings}
     wandb.init(project="sgsd", resume="allow", **given)
     return lambda m: wandb.log(m, step=m["step"])
 

@@ -43,8 +43,11 @@ class Server:
         *,
         timeout_s: float = 3600.0,
     ):
-        self.url, self.model, self.stops = url.rstrip("/"), model, stops
-        self.context, self.timeout_s = context, timeout_s
+        self.url = url.rstrip("/")
+        self.model = model
+        self.stops = stops
+        self.context = context
+        self.timeout_s = timeout_s
         self.base = model  # its name on the server, after `check`
         self.engine = ""  # what the server calls itself, after `check`
         self.key = os.environ.get("OPENAI_API_KEY", "").strip()
@@ -60,7 +63,8 @@ class Server:
             bases = {entry["id"]: entry for entry in reply["data"] if not entry.get("parent")}
         for name, entry in bases.items():
             if len(bases) == 1 or {name, entry.get("root")} & {self.model, whole_name(self.model)}:
-                self.base, self.engine = name, str(entry.get("owned_by", "unknown"))
+                self.base = name
+                self.engine = str(entry.get("owned_by", "unknown"))
                 return
         raise self._error(f"serves {', '.join(bases) or 'nothing'}, not {self.model}")
 
@@ -134,8 +138,10 @@ class Server:
             respect_retry_after_header=False,
         )
         with self._json(self._ask("/completions", body, self.timeout_s, retries)) as reply:
-            choice, usage = reply["choices"][0], reply.get("usage") or {}
-            ids, reason = choice.get("token_ids"), choice["finish_reason"]
+            choice = reply["choices"][0]
+            usage = reply.get("usage") or {}
+            ids = choice.get("token_ids")
+            reason = choice["finish_reason"]
             if ids is None:
                 raise ValueError("no token_ids; take a server that returns them, such as vLLM")
             if usage.get("prompt_tokens", len(job.prompt)) != len(job.prompt):
@@ -145,7 +151,8 @@ class Server:
                 raise ValueError(f"{len(ids)} of {job.tokens_left} token_ids, ended by {reason}")
             if reason == "stop" and not {*ids[-1:]} & {*self.stops}:
                 ids = [*ids, *self.stops[:1]]  # some servers leave out the stop id
-            job.ids, job.tokens_left = ids, 0
+            job.ids = ids
+            job.tokens_left = 0
 
     @contextlib.contextmanager
     def _json(self, reply: requests.Response) -> Iterator[Any]:

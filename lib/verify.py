@@ -19,7 +19,8 @@ from functools import lru_cache
 from subprocess import DEVNULL, PIPE, Popen
 from typing import Any, NamedTuple
 
-MAX_CHARS, MEMORY_BYTES = 1000, 1 << 30  # limits: answer to parse, worker's address space
+MAX_CHARS = 1000  # of an answer that is parsed
+MEMORY_BYTES = 1 << 30  # of the worker's address space
 
 
 def extract_answer(text: str) -> str | None:
@@ -30,12 +31,18 @@ def extract_answer(text: str) -> str | None:
     """
     text = text.rpartition("</think>")[2].partition("<think>")[0]
     text = re.sub(r"\\boxed\s+([^\s{}$\\]+)\s*\$", r"\\boxed{\1}", text)
-    *before, last = re.split(r"\\boxed\s*\{", text)
+    text = re.sub(r"\\boxed\s*\{", r"\\boxed{", text)
+    _, box, content = text.rpartition(r"\boxed{")
+    if not box:
+        return None
     depth = 1
-    for match in re.finditer(r"\\.|[{}]", last if before else "", re.S):
-        depth += {"{": 1, "}": -1}.get(match[0], 0)
+    for match in re.finditer(r"\\.|[{}]", content, re.S):  # an escaped brace counts as neither
+        if match[0] == "{":
+            depth += 1
+        elif match[0] == "}":
+            depth -= 1
         if depth == 0:
-            return last[: match.start()].strip()
+            return content[: match.start()].strip()
     return None
 
 
@@ -133,7 +140,9 @@ def is_copied(gold: str, pred: str, problem: str) -> bool:
     Otherwise a policy can box the problem's longest formula, which is right for 5% of MATH. Words,
     and plain numbers even with a name or a unit, are never copies; a fraction may be one.
     """
-    answer, reference, text = without_layout(pred), without_layout(gold), without_layout(problem)
+    answer = without_layout(pred)
+    reference = without_layout(gold)
+    text = without_layout(problem)
     # Degrees and styles, such as \textbf{(C)}, are no expressions.
     is_expression = re.search(
         r"\\(?!circ|text|math)[a-z]|(?<=.)([-+*/_=<>!|]|\^(?!\\circ))", answer
@@ -191,7 +200,8 @@ def math_verdict(gold: str, pred: str) -> bool:
     r"""math-verify's verdict; its settings alone would let 2^\infty equal a tenth of references."""
     from math_verify import verify
 
-    gold, pred = respell(gold), respell(pred)
+    gold = respell(gold)
+    pred = respell(pred)
     if re.fullmatch(r"[a-zA-Z]{3}[a-zA-Z ]*", gold):  # words: as a product CBAD would be ABCD
         return gold.casefold().split() == pred.casefold().split()
     if INFINITE.search(pred) and not INFINITE.search(gold):
@@ -205,7 +215,8 @@ def math_verdict(gold: str, pred: str) -> bool:
 def are_tiny_and_differ(golds: Sequence[Any], preds: Sequence[Any]) -> bool:
     """Whether two numbers below 1e-3 differ by a part in 1,000: math-verify rounds to 1e-6."""
     try:
-        gold, pred = golds[0].doit().evalf(30), preds[0].doit().evalf(30)
+        gold = golds[0].doit().evalf(30)
+        pred = preds[0].doit().evalf(30)
         return bool(abs(gold) < 1e-3 and abs(gold - pred) > 1e-3 * abs(gold))
     except (TypeError, AttributeError):  # no numbers, but a set, an equation or words
         return False
@@ -236,7 +247,8 @@ class Verifier(Judge):
 
         An answer that kills two workers is wrong, too.
         """
-        gold, pred = gold.strip(), (pred or "").strip()
+        gold = gold.strip()
+        pred = (pred or "").strip()
         if gold == pred or not pred or max(len(gold), len(pred)) > MAX_CHARS:
             return bool(pred) and gold == pred
         if re.fullmatch(r"[+-]?\d+ [+-]?\d+", f"{gold} {pred}", re.A):
@@ -256,7 +268,8 @@ class Verifier(Judge):
     def close(self) -> None:
         """End the worker, after its present answer. A later question starts another one."""
         with self._lock:
-            worker, self._worker = self._worker, None
+            worker = self._worker
+            self._worker = None
             if worker:
                 worker.kill()
                 worker.communicate()
@@ -296,7 +309,8 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # it kills the worker at any point
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-    replies, sys.stdout = sys.stdout, sys.stderr  # nothing else may write there
+    replies = sys.stdout  # nothing else may write there
+    sys.stdout = sys.stderr
     print(json.dumps(math_verdict("1/2", "2/4")), file=replies, flush=True)  # loads the grammar
     for line in sys.stdin:
         signal.setitimer(signal.ITIMER_REAL, timeout_s)

@@ -20,9 +20,9 @@ Dimension key: K teachers, T completion tokens, n positions of a slice, V vocabu
 """
 
 import contextlib
+import functools
 import math
 import random
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -119,7 +119,7 @@ def losses(
             gate_losses if is_eq14 or not pairs_K else divergence_losses
         )  # alike for no teacher
         ids_T = torch.tensor(roll.completion_ids, device=run.device)
-        mask_T = sgsd.token_mask(ids_T, sgsd.masked_ids(run) if cfg.token_mask else [])
+        mask_T = sgsd.token_mask(ids_T, run.masked_ids if cfg.token_mask else [])
         ell_KT, gap_KT = scored(run, roll, contexts_K, mask_T)  # lines 9, 10 and 12
         a_K = sgsd.robust_support(gap_KT, mask_T, cfg.c_delta if cfg.clip else math.inf)  # line 10
         rho_K = torch.ones_like(a_K)
@@ -139,13 +139,14 @@ def gate_losses(
 ) -> tuple[Tensor, Tensor]:
     """Token losses (Eq. 14), with gradient, and gaps (Eq. 7): [K, T] each."""
     cfg = run.cfg
-    ids_T, temperature = roll.completion_ids, cfg.score_temperature
+    ids_T = roll.completion_ids
+    temperature = cfg.score_temperature
     with teacher_policy(run):
         logpT_KT = scoring.score_teachers(run.lm, contexts_K, ids_T, cfg.score_tokens, temperature)
     run.clock.lap("score")
     logpS_T = scoring.score_student(run.lm, roll.prompt_ids, ids_T, temperature)
     gap_KT = sgsd.log_prob_gap(logpT_KT, logpS_T)
-    return sgsd.gated_loss(sgsd.unmasked(gap_KT, mask_T), cfg.tau_g), gap_KT
+    return sgsd.gated_loss(sgsd.zero_masked(gap_KT, mask_T), cfg.tau_g), gap_KT
 
 
 def divergence_losses(
@@ -176,7 +177,8 @@ def retrieve(run: Run, step: int, x: Problem) -> list[SkillPair]:
     What is drawn is drawn anew in each step (S20). Weights and logs are those of the whole entries.
     """
     cfg = run.cfg
-    draw, pairs_K = random.Random(rollout.sample_key(cfg.seed, step, x.id)), []
+    draw = random.Random(rollout.sample_key(cfg.seed, step, x.id))
+    pairs_K = []
     for pair in chosen_pairs(run, step, x, draw):
         skill = as_shown(pair.skill, "general_skills", cfg.skill_text, draw)
         mistake = as_shown(pair.mistake, "common_mistakes", cfg.skill_text, draw)
@@ -232,9 +234,7 @@ def teacher_share(cfg: Any, step: int) -> float | None:
 train_step = teachers.followed(groups.make_step(losses, retrieve=retrieve), teacher_share)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command; returns its exit code."""
-    return sgsd.main(argv, __doc__, AblationConfig, train_step)
+main = functools.partial(sgsd.main, doc=__doc__, config_class=AblationConfig, step_fn=train_step)
 
 
 if __name__ == "__main__":

@@ -100,11 +100,16 @@ def scored(
             states_K.update(zip(group, x_N.split(len(ids_T))))
     run.clock.lap("score")
     student_TD, sampled_T = scoring.predictors(run.lm, [roll.prompt_ids], [ids_T])
-    states = [student_TD] + [states_K[k] for k in range(len(contexts_K))]
+    states = [student_TD]
+    for k in range(len(contexts_K)):
+        states.append(states_K[k])
 
     def columns(ids_n: Tensor, s_nV: Tensor, *teachers_nV: Tensor) -> Tensor:
-        pairs = [torch.stack(token_losses(ids_n, s_nV, t_nV), 1) for t_nV in teachers_nV]
-        return torch.stack(pairs, 1)
+        columns_K = []
+        for t_nV in teachers_nV:
+            ell_n, gap_n = token_losses(ids_n, s_nV, t_nV)
+            columns_K.append(torch.stack([ell_n, gap_n], 1))
+        return torch.stack(columns_K, 1)
 
     columns_TK2 = scoring.over_slices(run.lm, states, sampled_T, columns, temperature)
     ell_KT, gap_KT = columns_TK2.permute(2, 1, 0).contiguous()
@@ -118,18 +123,9 @@ def weighted(
 
     ell_KT: token losses, with gradient. The others are those of `sgsd.loss_of`.
     """
-    lbar_K = sgsd.masked_mean(sgsd.unmasked(ell_KT, mask_T), mask_T)
-    loss = sgsd.sgsd_loss(lbar_K, alpha_K, rho_K)
-    if not rho_K.any() and loss.isfinite():
-        loss = loss.detach()  # its gradient is 0
-    numbers = {
-        "alpha": alpha_K,
-        "a_plain": sgsd.plain_support(gap_KT),
-        "a": a_K,
-        "rho": rho_K.int(),
-        "losses": lbar_K.detach(),
-    }
-    return RolloutLoss(loss, numbers, {"mask": mask_T.int(), "delta": gap_KT.detach()})
+    lbar_K = sgsd.masked_mean(sgsd.zero_masked(ell_KT, mask_T), mask_T)
+    numbers = sgsd.numbers_of(gap_KT, mask_T, alpha_K, a_K, rho_K, lbar_K)
+    return sgsd.result_of(sgsd.sgsd_loss(lbar_K, alpha_K, rho_K), numbers)
 
 
 def distilled(
@@ -149,6 +145,7 @@ def distilled(
         return RolloutLoss(torch.zeros((), device=run.device), {}, {})
     temperature = run.cfg.temperature or 1.0
     ell_1T, gap_1T = scored(run, roll, [context], token_losses, temperature, teacher)
-    one_1, ones_T = torch.ones_like(ell_1T[:, 0]), torch.ones_like(ell_1T[0])
+    one_1 = torch.ones_like(ell_1T[:, 0])
+    ones_T = torch.ones_like(ell_1T[0])
     a_1 = sgsd.robust_support(gap_1T, ones_T, run.cfg.c_delta)
     return weighted(ell_1T, gap_1T, ones_T, one_1, a_1, one_1)

@@ -53,6 +53,7 @@ from skills import SkillPair
 class MethodConfig(Config):
     """SGSD's settings, for a method that has no gate, and a bank only if --bank gives one."""
 
+    makes_bank: ClassVar[bool] = False
     without: ClassVar[frozenset[str]] = frozenset({"the first bank", "the objective"})
 
 
@@ -69,7 +70,6 @@ class GroupConfig(MethodConfig):
 
 
 Losses = Iterable[tuple[Any, ...]]  # (loss, numbers, token_numbers) of a problem's solutions
-StudentPrompt = Callable[[Any, Problem, list[SkillPair]], list[int]]
 Retrieve = Callable[[Any, int, Problem], list[SkillPair]]
 Step = Callable[[Run, int], tuple[list[dict], float]]  # as `sgsd.train` takes it
 
@@ -79,13 +79,8 @@ def rewards(rolls_G: Sequence[Rollout]) -> Tensor:
     return torch.tensor([float(sgsd.reward(roll)) for roll in rolls_G])
 
 
-def prompt_alone(run: Run, x: Problem, pairs_K: Sequence[SkillPair]) -> list[int]:
-    """The student's prompt as in SGSD: it never shows what a teacher sees."""
-    return sgsd.student_prompt(run, x.problem)
-
-
-def prompt_with_skills(run: Run, x: Problem, pairs_K: Sequence[SkillPair]) -> list[int]:
-    """The student's prompt, with the skills that --bank gives, if any (S17).
+def student_prompt(run: Run, x: Problem, pairs_K: Sequence[SkillPair]) -> list[int]:
+    """The student's prompt, with the skills of these pairs (S17); without pairs as in SGSD.
 
     UserError if it fills the model's context.
     """
@@ -105,47 +100,48 @@ def nearest(run: Run, step: int, x: Problem) -> list[SkillPair]:
 
 
 def step_jobs(
-    run: Run, step: int, student_prompt: StudentPrompt, retrieve: Retrieve
+    run: Run, step: int, shows_skills: bool, retrieve: Retrieve
 ) -> tuple[list[Job], list[list[SkillPair]]]:
     """This rank's share of the minibatch: the jobs, G for each problem, and each problem's pairs.
 
     The index of a problem's i-th job is its place in the minibatch times G, plus i.
     """
     cfg = run.cfg
-    G, jobs, pairs = cfg.generations, [], []
+    G = cfg.generations
+    jobs = []
+    pairs = []
     batch = problems.minibatch(run.problems, cfg.batch_size, step, cfg.seed)
     for place in range(run.world.rank, len(batch), run.world.size):
         x, epoch = batch[place]
         pairs_K = retrieve(run, step, x)
-        prompt = student_prompt(run, x, pairs_K)
+        prompt = student_prompt(run, x, pairs_K if shows_skills else [])
         for i in range(G):
             key = rollout.sample_key(cfg.seed, step, x.id, epoch * G + i)
-            jobs.append(
-                Job(place * G + i, prompt, key=key, tokens_left=cfg.max_new_tokens, problem=x)
-            )
+            jobs.append(Job(place * G + i, prompt, key=key, tokens_left=cfg.max_new_tokens, x=x))
         pairs.append(pairs_K)
     return jobs, pairs
 
 
 def make_step(
     losses: Callable[[Any, int, Problem, list[Rollout], list[SkillPair]], Losses],
-    student_prompt: StudentPrompt = prompt_alone,
+    shows_skills: bool = False,
     retrieve: Retrieve = nearest,
 ) -> Step:
     """A step to use instead of `sgsd.train_step`, with run.cfg.generations solutions per problem.
 
     losses: yields those of one problem's solutions, in order. If it is a generator, one graph is in
-    memory at a time. A loss without a graph has no backward pass. student_prompt: makes the
-    student's prompt; only `prompt_with_skills` shows skills.
+    memory at a time. A loss without a graph has no backward pass. shows_skills: whether the
+    student's prompt has the skills, too.
     """
 
     def train_step(run: Run, step: int) -> tuple[list[dict], float]:
-        G, rows = run.cfg.generations, []
-        jobs, pairs = step_jobs(run, step, student_prompt, retrieve)
+        G = run.cfg.generations
+        rows = []
+        jobs, pairs = step_jobs(run, step, shows_skills, retrieve)
         rolls = sgsd.solve(run, jobs)
         for g, pairs_K in enumerate(pairs):
             group = slice(g * G, g * G + G)
-            results = losses(run, step, jobs[g * G].problem, rolls[group], pairs_K)
+            results = losses(run, step, jobs[g * G].x, rolls[group], pairs_K)
             for job, roll, result in zip(jobs[group], rolls[group], results, strict=True):
                 result = RolloutLoss(*result)
                 if result.loss.requires_grad:

@@ -13,7 +13,7 @@ We make one optimizer step per batch, so w_t = 1 and the clip never acts. There 
 Dimension key: G solutions of a problem, T completion tokens.
 """
 
-from collections.abc import Sequence
+import functools
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -117,12 +117,10 @@ def weighted_losses(run: Run, rolls_G: list[Rollout], advantages_G: Tensor) -> g
         yield loss, {"advantage": advantage, "mixed": advantages_G.any().float()}, {}
 
 
-train_step = groups.make_step(losses, groups.prompt_with_skills)
+train_step = groups.make_step(losses, shows_skills=True)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command; returns its exit code."""
-    return sgsd.main(argv, __doc__, GRPOConfig, train_step)
+main = functools.partial(sgsd.main, doc=__doc__, config_class=GRPOConfig, step_fn=train_step)
 
 
 if __name__ == "__main__":

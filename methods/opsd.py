@@ -12,6 +12,7 @@ temperature of the loss, which is the sampling's. We show the answer in one sent
 Dimension key: T completion tokens, n positions of a slice, V vocabulary.
 """
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -79,16 +80,15 @@ def losses(
         return loss_n, divergences.gap(ids_n, s_nV, t_nV)  # the gap is for the logs
 
     for roll in rolls_G:
-        context, base = teacher_prompt(run, x, pairs_K, roll), run.lm.disable_adapter()
+        context = teacher_prompt(run, x, pairs_K, roll)
+        base = run.lm.disable_adapter()
         yield divergences.distilled(run, roll, context, token_losses, base)
 
 
-train_step = groups.make_step(losses, groups.prompt_with_skills)
+train_step = groups.make_step(losses, shows_skills=True)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command; returns its exit code."""
-    return sgsd.main(argv, __doc__, OPSDConfig, train_step)
+main = functools.partial(sgsd.main, doc=__doc__, config_class=OPSDConfig, step_fn=train_step)
 
 
 if __name__ == "__main__":

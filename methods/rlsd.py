@@ -20,7 +20,7 @@ Dimension key: G solutions of a problem, K teachers, T completion tokens.
 """
 
 import contextlib
-from collections.abc import Sequence
+import functools
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -92,9 +92,11 @@ def losses(
     lam = weighting_share(step, cfg.weighting, cfg.weighting_steps)
     advantages_G = grpo_advantages(groups.rewards(rolls_G), eps=1e-6)
     for roll, advantage in zip(rolls_G, advantages_G):
-        ids_T, loss = roll.completion_ids, torch.zeros((), device=run.device)
+        ids_T = roll.completion_ids
+        loss = torch.zeros((), device=run.device)
         advantage_T = advantage.expand(len(ids_T))
-        used_K, logpT_T = pairs_K, None
+        used_K = pairs_K
+        logpT_T = None
         if advantage and lam:
             used_K, logpT_T = teachers_logprobs(run, x, roll, pairs_K)
         if advantage:
@@ -121,7 +123,8 @@ def teachers_logprobs(
     else:
         context = teacher_prompt(run, x, [], roll)
         contexts_K = [context] if context else []
-        alpha_K, policy = torch.ones(1, device=run.device), teachers.copied(run)
+        alpha_K = torch.ones(1, device=run.device)
+        policy = teachers.copied(run)
     if not contexts_K:
         return pairs_K, None
     with policy:
@@ -140,9 +143,7 @@ def teacher_share(cfg: Any, step: int) -> float | None:
 train_step = teachers.followed(groups.make_step(losses), teacher_share)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command; returns its exit code."""
-    return sgsd.main(argv, __doc__, RLSDConfig, train_step)
+main = functools.partial(sgsd.main, doc=__doc__, config_class=RLSDConfig, step_fn=train_step)
 
 
 if __name__ == "__main__":

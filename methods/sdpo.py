@@ -18,6 +18,7 @@ Dimension key: G solutions of a problem, T completion tokens, n positions of a s
 k likeliest tokens.
 """
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -110,7 +111,8 @@ def losses(
 
     rewards_G = groups.rewards(rolls_G).tolist()
     for i, roll in enumerate(rolls_G):
-        sibling, context = shown_sibling(rewards_G, i), None
+        sibling = shown_sibling(rewards_G, i)
+        context = None
         if sibling is not None:
             text = skills.render_student(with_solution(x.problem, rolls_G[sibling].text))
             context = teacher_ids(run, text, roll)
@@ -125,9 +127,7 @@ def teacher_share(cfg: Any, step: int) -> float:
 train_step = teachers.followed(groups.make_step(losses), teacher_share)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command; returns its exit code."""
-    return sgsd.main(argv, __doc__, SDPOConfig, train_step)
+main = functools.partial(sgsd.main, doc=__doc__, config_class=SDPOConfig, step_fn=train_step)
 
 
 if __name__ == "__main__":

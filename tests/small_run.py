@@ -101,7 +101,11 @@ def faked():
 def opened(world_dir, out, kind=config.Config, **changes):
     """A run that is open and has not begun its bank."""
     cfg = kind(**settings(world_dir, out, **changes))
-    with signals_restored(), faked(), Run.open(cfg, skills.load_bank, sgsd.student_prompt) as run:
+    with (
+        signals_restored(),
+        faked(),
+        Run.open(cfg, skills.SkillBank.load, sgsd.student_prompt) as run,
+    ):
         yield run
 
 

@@ -117,12 +117,10 @@ CHANGES = {
         Change('". ".join(entry[name]', '" ".join(entry[name]', "spec/bank three_fields"),
         Change('("problem_id", "truncated")', '("problem_id",)', "spec/prompts extraction"),
         Change("whole and len(items) <= requests[i].shown", "whole", "spec/algorithms alg3_line_6"),
+        Change("stagnant >= patience", "stagnant > patience", "spec/algorithms alg3_line_11"),
         Change(
-            "stagnant[key] >= patience", "stagnant[key] > patience", "spec/algorithms alg3_line_11"
-        ),
-        Change(
-            "**item, **sources} for item in items[:3]",
-            "**item, **sources} for item in items",
+            "for item in items[:3]",
+            "for item in items",
             "spec/algorithms alg2",
         ),
         Change(
@@ -139,24 +137,26 @@ CHANGES = {
     ],
     "lib/run.py": [
         Change("thinking=run.cfg.teacher_prefix", 'thinking="closed"', "spec/step lines_2_to_16"),
-        Change(
-            "run.skipped + 1 if row.get", "run.skipped if row.get", "life/faults third_in_a_row"
-        ),
+        Change("skipped + 1 if row.get", "skipped if row.get", "life/faults third_in_a_row"),
         Change("len(roll.completion_ids) <= context", "1 <= context", "spec/step left_out"),
         Change("sum(wanted < tokens", "sum(wanted <= tokens", "life/misuse long_problems"),
-        Change("and bool(bank.window) and", "and", "life/continue killed_everywhere"),
+        Change("== 0 and bool(run.bank.window)", "== 0", "life/continue killed_everywhere"),
         Change("replace(self.bank, window=[]).save(", "self.bank.save(", "life/continue goes_back"),
-        Change("items() if rule.free]", "items()]", "life/continue not_free"),
+        Change("if rule.free:", "if rule:", "life/continue not_free"),
     ],
     "lib/command.py": [
         Change(
-            "typed, preset, *reversed(brought)",
-            "typed, *reversed(brought), preset",
+            "values |= preset",
+            "values = preset | values",
             "life/config preset",
         ),
     ],
     "lib/runlog.py": [
-        Change('row.get("mixed", 1)', 'row.get("mixed", 0)', "life/runlog decided_teacher"),
+        Change(
+            'if "mixed" in steps[0] and',
+            'if "mixed" not in steps[0] or',
+            "life/runlog decided_teacher",
+        ),
         Change("ALIKE.get(success, ", "ALIKE.get(1 - success, ", "life/runlog both_verdicts"),
     ],
     "lib/model.py": [

@@ -466,7 +466,7 @@ def step(args: Args, s: Shape, device: torch.device) -> None:
 
     with tempfile.TemporaryDirectory() as name, contextlib.redirect_stdout(sys.stderr):
         cfg = config.Config(**write_inputs(pathlib.Path(name), s, device))
-        with Run.open(cfg, skills.load_bank, sgsd.student_prompt) as run, verifier:
+        with Run.open(cfg, skills.SkillBank.load, sgsd.student_prompt) as run, verifier:
             run.verifier = verifier
             sgsd.train(run, timed)
         rows = list(files.read_jsonl(run.out / "rollouts.jsonl"))

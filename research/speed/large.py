@@ -104,7 +104,7 @@ def profiled(words: str, device: torch.device) -> None:
         print_kernels(watched, seconds, device)
         return result
 
-    with Run.open(cfg, skills.load_bank, sgsd.student_prompt) as run:
+    with Run.open(cfg, skills.SkillBank.load, sgsd.student_prompt) as run:
         if device.type == "cuda":  # as distributed.init asks for
             allocator = torch.cuda.memory._snapshot()["allocator_settings"]
             assert allocator["expandable_segments"], allocator

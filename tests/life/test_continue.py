@@ -23,7 +23,7 @@ from small_run import main, small_flags
 import sgsd
 from lib import config, files, model
 from lib.run import Run
-from skills import SkillBank, load_bank
+from skills import SkillBank
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +132,7 @@ def test_a_bank_alone_stays_and_later_steps_use_it(world_dir, tmp_path, uninterr
 def test_a_run_without_more_steps_has_the_weights_of_its_checkpoint(world_dir, killed):
     """As an evolution is still due, which the policy writes."""
     cfg = small_run.parsed(small_flags(world_dir, killed, steps=4))
-    with Run.open(cfg, load_bank, sgsd.student_prompt) as opened_run:
+    with Run.open(cfg, SkillBank.load, sgsd.student_prompt) as opened_run:
         weights = model.trained(opened_run.lm)
         assert any("lora_B" in name and p.any() for name, p in weights.items())
 
@@ -180,7 +180,7 @@ def test_what_is_not_free_is_refused_and_so_are_fewer_steps(world_dir, killed, t
 
     def refused_with(words, **changes):
         def open_run(argv):
-            with Run.open(dataclasses.replace(cfg, **changes), load_bank, sgsd.student_prompt):
+            with Run.open(dataclasses.replace(cfg, **changes), SkillBank.load, sgsd.student_prompt):
                 pass
 
         refused(open_run, [], *words, "new --out")
@@ -270,7 +270,7 @@ def test_a_run_that_goes_back_has_the_bank_of_then(world_dir, uninterrupted, tmp
     assert (out / "bank/bank.json").read_bytes() == of_step_6 != of_step_3
     shutil.rmtree(out / "checkpoints/step_000006")
     cfg = small_run.parsed(small_flags(world_dir, out))
-    with Run.open(cfg, load_bank, sgsd.student_prompt) as back:
+    with Run.open(cfg, SkillBank.load, sgsd.student_prompt) as back:
         assert back.step == 4 and len(back.bank.window) == 2
     assert (out / "bank/bank.json").read_bytes() == of_step_3 and not banks[6].exists()
 

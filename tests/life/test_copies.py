@@ -133,6 +133,7 @@ def test_the_metrics_need_numpy_alone():
     f = fence("eval.py", np=np, math=math, Counter=Counter, **types)
     correct_PK = np.array([[1, 0], [1, 1]], dtype=bool)
     assert f.avg_at_k(correct_PK) == 0.75 and f.pass_at_k(correct_PK, 2) == 1.0
-    assert f.maj_at_k([["1", "2", "2"]], ["2"], lambda gold, pred: gold == pred) == 1.0
+    right_PK = [[False, True, True]]
+    assert f.maj_at_k([["1", "2", "2"]], right_PK, lambda one, other: False) == 1.0
     low, high = f.bootstrap_interval([np.arange(10.0)])
     assert low < 4.5 < high

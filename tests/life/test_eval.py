@@ -41,8 +41,9 @@ def test_maj_counts_equal_answers_together_and_the_first_of_several():
 
     preds = [["1", "2.0", "2"], [None, None, "3"], ["5", "6", None], [None, None, None]]
     # 2 has two votes, 3 has one, 5 came before 6, and nobody voted on the last
-    assert eval.maj_at_k(preds, ["2", "3", "5", "7"], same) == 3 / 4
-    assert eval.maj_at_k([["1", "2", "2"]], ["1"], same) == 0
+    right_PK = [[False, True, True], [False, False, True], [True, False, False], [False] * 3]
+    assert eval.maj_at_k(preds, right_PK, same) == 3 / 4
+    assert eval.maj_at_k([["1", "2", "2"]], [[True, False, False]], same) == 0
 
 
 def test_the_majoritys_answer_has_the_verdict_of_its_samples():

@@ -24,7 +24,7 @@ from small_run import small_flags, with_steps
 
 import distributed
 import sgsd
-from lib import files, model
+from lib import command, files, model
 
 
 def before_step(number, act, rank=0):
@@ -77,6 +77,15 @@ def two_signals(seconds):
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.raise_signal(number)
         time.sleep(seconds)
+
+
+def test_signals_are_caught_when_they_are_installed_and_not_when_they_are_made():
+    before = signal.getsignal(signal.SIGTERM)
+    signals = command.Signals()
+    assert signal.getsignal(signal.SIGTERM) == before
+    with small_run.signals_restored():
+        signals.install()
+        assert signal.getsignal(signal.SIGTERM) == signals.receive
 
 
 @pytest.mark.parametrize("seconds, last", [(0.0, 3), (1.1, 2)])

@@ -117,7 +117,7 @@ def test_a_special_token_without_a_role_and_every_stop_id_are_masked(world_dir, 
     tokenizer.save_pretrained(base)
     (base / "generation_config.json").write_text(json.dumps({"eos_token_id": [265, 5]}))
     with opened(world_dir, tmp_path / "run", model=str(base)) as run:
-        assert {run.tokenizer.convert_tokens_to_ids("<end_of_turn>"), 5} <= sgsd.masked_ids(run)
+        assert {run.tokenizer.convert_tokens_to_ids("<end_of_turn>"), 5} <= run.masked_ids
 
 
 def test_a_run_whose_bank_has_no_pair_ends_and_says_why(world_dir, tmp_path, monkeypatch):

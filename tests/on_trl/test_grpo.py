@@ -122,7 +122,7 @@ def groups_of(student, cfg, step, rows):
     batch, jobs = problems.minibatch(student.problems, cfg.batch_size, step, cfg.seed), []
     for b, row in enumerate(rows):
         x = batch[b // cfg.generations][0]
-        prompt = groups.prompt_with_skills(run, x, [])
+        prompt = groups.student_prompt(run, x, [])
         jobs.append(rollout.Job(b, prompt, 0, 0, x, row["completion"]))
     stops = rollout.stop_ids(student.lm, student.tokenizer)
     (judged,) = rollout.rollouts(student.tokenizer, stops, student.judge, [jobs])

@@ -122,7 +122,7 @@ def trainer(cfg, lm, rows=None, callbacks=None, words=PLAIN):
         run = on_trl.RunOnTRL(
             cfg=cfg,
             world=world,
-            about={},
+            manifest={},
             problems=PROBLEMS[: len(rows)] if rows else PROBLEMS,
             verifier=small_run.CoinVerifier(),
             lm=lm,

@@ -20,7 +20,6 @@ from method_steps import assert_gradients, logprobs_of, one_step, perturb
 from small_run import flags
 
 import rollout
-import sgsd
 import skills
 from lib import model
 from methods import ablations, divergences
@@ -152,7 +151,7 @@ def rollout_by_definition(run, x, row):
     if cfg.answer_pi:
         hint = x.answer if cfg.teacher_field else f"The reference answer is {x.answer}."
         shown += f"\n\n{hint}"
-    masked = sgsd.masked_ids(run) if cfg.token_mask else ()
+    masked = run.masked_ids if cfg.token_mask else ()
     m_T = torch.tensor([int(i not in masked) for i in ids])
     assert tokens["mask"] == m_T.tolist()
     weights = plain.eq6([pair.s_g for pair in pairs], [pair.s_e for pair in pairs])

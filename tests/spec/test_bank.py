@@ -143,8 +143,8 @@ def test_a_wrong_bank_is_one_line_that_names_the_file_and_the_entry(content, wor
 def test_s8_a_bank_that_is_given_has_a_pair_for_each_teacher(tmp_path):
     make_bank(tmp_path / "b.json", n_skills=4, n_mistakes=3)
     words = f"bank {tmp_path}/b.json: ", "4 skills and 3 mistakes", "--num-teachers 3"
-    one_line(lambda: skills.load_bank(tmp_path / "b.json", 4), *words)
-    assert skills.load_bank(tmp_path / "b.json", 3) == SkillBank.load(tmp_path / "b.json")
+    one_line(lambda: SkillBank.load(tmp_path / "b.json", 4), *words)
+    assert SkillBank.load(tmp_path / "b.json", 3) == SkillBank.load(tmp_path / "b.json")
 
 
 def test_a_hand_written_bank_says_so():

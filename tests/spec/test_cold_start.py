@@ -116,7 +116,7 @@ def test_a_reply_gets_what_the_context_leaves_and_the_cut_ones_are_counted(
 
 def with_the_policy_as_writer(argv):
     """A process that makes a bank. The random model's own replies give no entry."""
-    with Run.open(small_run.parsed(argv), skills.load_bank, sgsd.student_prompt) as run:
+    with Run.open(small_run.parsed(argv), skills.SkillBank.load, sgsd.student_prompt) as run:
         run.bank = sgsd.make_bank(run)
         run.save_bank()
     return 0

@@ -83,7 +83,7 @@ def test_no_two_solutions_of_a_problem_that_comes_twice_have_one_draw(world_dir,
     """Twelve problems in a batch of 24: the epoch is part of a draw's key."""
     changes = {"batch_size": 24, "generations": 3, "bank": ""}
     with small_run.opened(world_dir, tmp_path / "run", grpo.GRPOConfig, **changes) as run:
-        jobs, _ = groups.step_jobs(run, 1, groups.prompt_alone, groups.nearest)
+        jobs, _ = groups.step_jobs(run, 1, False, groups.nearest)
     assert len(jobs) == len({job.key for job in jobs}) == 72
 
 

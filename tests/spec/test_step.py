@@ -42,7 +42,7 @@ def policy():
 def test_alg1_lines_5_and_8_to_14_the_loss_of_a_rollout_is_the_papers_arithmetic(r, monkeypatch):
     """And its gradient is Eq. 19's. Teachers are the present policy, with its adapters (Eq. 4)."""
     lm, cfg = policy(), config.Config(eps_a=0.25, tau_g=0.5, c_delta=1.5, score_tokens=30)
-    run = types.SimpleNamespace(cfg=cfg, lm=lm, device=ALONE.device, format_ids={256}, stops=[265])
+    run = types.SimpleNamespace(cfg=cfg, lm=lm, device=ALONE.device, masked_ids=MASKED_IDS)
     run.clock = runlog.Stopwatch()
     pairs_K = [skills.SkillPair({}, {}, s_g, s_e) for s_g, s_e in SIMILARITIES]
     roll = types.SimpleNamespace(problem="x", prompt_ids=STUDENT, completion_ids=IDS_T, r=r)
