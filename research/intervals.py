@@ -3,7 +3,8 @@
     python research/intervals.py
 
 95%, a bootstrap over problems; differences are paired by problem. A row for each test, beside the
-base model and, for a trained one, beside SGSD after as many steps.
+base model and, for a trained one, beside SGSD after as many steps. The last lines count the teachers
+of each training run.
 """
 
 import json
@@ -40,7 +41,7 @@ def gap(ours: dict, theirs: dict) -> str:
 
 
 def table(tests: dict[str, dict], base: str) -> Iterator[str]:
-    yield from head_of(["test", "accuracy", "less the base", "less SGSD"])
+    yield from head_of(["test", "accuracy", "minus the base", "minus SGSD"])
     for name, test in tests.items():
         cells = [name, shown(scores_of(test))]
         cells.append("" if name == base else gap(test, tests[base]))
@@ -54,6 +55,16 @@ def first_samples(test: dict) -> dict:
     return {"right": test["right"][:: test["samples"]], "samples": 1}
 
 
+def teachers_of(blocks: list[dict]) -> str:
+    """How many of a run's teachers were decided, and how many supports were above 0."""
+    teachers, decided, above = 0, 0, 0
+    for block in blocks:
+        teachers += block["success"]["teachers"] + block["failure"]["teachers"]
+        decided += block["distilled"] + block["reversed"]
+        above += block["success"]["above"] + block["failure"]["above"]
+    return f"{decided} of {teachers} teachers decided, {above} supports above 0"
+
+
 def main() -> None:
     learning, prompts = (json.loads(path.read_text()) for path in (LEARNING, PROMPTS))
     print("\n".join([*table(learning["tests"], "base"), "", *table(prompts, "plain")]))
@@ -62,7 +73,11 @@ def main() -> None:
     print("\nfirst samples of GRPO's rates")
     print("\n".join(table({name: first[name] for name in ("base", *RATES)}, "base")))
     for one, other in ((high, low), (high, middle), (middle, low)):
-        print(f"{one} less {other}: {gap(first[one], first[other])}")
+        print(f"{one} minus {other}: {gap(first[one], first[other])}")
+    print("\nteachers in training")
+    for name, run in learning["runs"].items():
+        if run["blocks"][0]["success"]["teachers"]:
+            print(f"{name}: {teachers_of(run['blocks'])}")
 
 
 if __name__ == "__main__":

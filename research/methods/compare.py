@@ -1,7 +1,8 @@
 """The paper's methods and ablations, SDPO and RLSD, in the tiny and the harder world.
 
-    python research/methods/compare.py --show    the table of this folder's page; nothing is trained
+    python research/methods/compare.py --show    every method in both worlds; nothing is trained
     python research/methods/compare.py --show FILE.json    all tables of a finished comparison
+    python research/methods/compare.py --budgets    SGSD and GRPO at equal steps and equal tokens
     python research/methods/compare.py --world lock     the harder world: every row, five seeds
     python research/methods/compare.py --world tiny     the same in the first world, the default
     python research/methods/compare.py --world lock --methods sgsd grpo    these rows alone
@@ -37,6 +38,8 @@ from typing import Any
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 WORLDS_OF = ROOT / "research" / "worlds"
 sys.path[:0] = [str(ROOT), str(WORLDS_OF)]
+
+import numpy as np
 
 from research.markdown_table import head_of, row_of
 
@@ -131,6 +134,14 @@ WORLDS["lock_long"] = dataclasses.replace(  # is there a late collapse?
 )
 T_95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36}  # Student's t, by seeds
 COSTS = ("generated_tokens", "forward_tokens", "seconds")  # forward tokens: kept runs alone
+BUDGETS = (  # in the harder world; the last is what 60 steps of GRPO cost with its cheapest seed
+    (20, "steps"),
+    (60, "steps"),
+    (10_000, "generated_tokens"),
+    (20_000, "generated_tokens"),
+    (60_000, "generated_tokens"),
+    (277_000, "forward_tokens"),
+)
 Job = dict[str, Any]
 
 
@@ -337,8 +348,8 @@ def area(points: dict[int, float]) -> float:
     return total / steps[-1]
 
 
-def tables(kept: Job) -> list[str]:
-    """A row per method: accuracy over steps, differences to SGSD and cost; then each seed's."""
+def tables(kept: Job, beside: str = "sgsd") -> list[str]:
+    """A row per method: accuracy over steps, differences to one row and cost; then each seed's."""
     results = kept["results"]
     trained = [job for job in results.values() if job["kind"] == "train"]
     names = list(dict.fromkeys(job["method"] for job in trained))
@@ -347,23 +358,23 @@ def tables(kept: Job) -> list[str]:
     curves = {}
     for name in names:
         curves[name] = [curve(results[f"{name}-{seed}"], bases[seed]) for seed in seeds]
-    steps = list(curves["sgsd"][0])
-    head = ["method", "rate", *steps, "mean over steps", "mean - sgsd", "last - sgsd"]
+    steps = list(curves[beside][0])
+    head = ["method", "rate", *steps, "mean over steps", f"mean - {beside}", f"last - {beside}"]
     costs = [name for name in COSTS if all(name in job for job in trained)]
     lines = head_of([*head, *[cost.replace("_", " ") for cost in costs]])
-    by_seed = ["", *head_of(["method", *[f"{step}: - sgsd, by seed" for step in steps[1:]]])]
+    by_seed = ["", *head_of(["method", *[f"{step}: - {beside}, by seed" for step in steps[1:]]])]
     for kind in BASES:
         shown = with_interval([final(results[f"{kind}-{seed}"]) for seed in seeds])
         lines.append(row_of([kind, "", shown] + [""] * (len(head) - 3 + len(costs))))
     for name, of_seeds in curves.items():
         runs = [results[f"{name}-{seed}"] for seed in seeds]
-        pairs = list(zip(of_seeds, curves["sgsd"]))
+        pairs = list(zip(of_seeds, curves[beside]))
         cells = [name, runs[0]["rate"], ""]
         cells += [with_interval([c[step] for c in of_seeds]) for step in steps[1:]]
         cells.append(with_interval([area(c) for c in of_seeds]))
         means = with_interval([area(c) - area(own) for c, own in pairs], "+")
         lasts = with_interval([c[steps[-1]] - own[steps[-1]] for c, own in pairs], "+")
-        cells += ["", ""] if name == "sgsd" else [means, lasts]
+        cells += ["", ""] if name == beside else [means, lasts]
         for cost in costs:
             cells.append(f"{statistics.mean(job[cost] for job in runs):,.0f}")
         lines.append(row_of(cells))
@@ -381,7 +392,7 @@ def both_worlds() -> list[str]:
     for name, title in (("tiny", "tiny world, 40 steps"), ("lock", "harder world, 60 steps")):
         text = (ROOT / f"research/methods/compare_{name}.json").read_text()
         kept.append(json.loads(text)["results"])
-        head += [title, "less SGSD's"]
+        head += [title, "minus SGSD"]
     lines = head_of(head)
     for method in (*BASES, *PAPER):
         cells = [method]
@@ -396,6 +407,47 @@ def both_worlds() -> list[str]:
     return lines
 
 
+def spent(result: Job, cost: str) -> list[float]:
+    """What a run has spent, in steps or tokens, at each point at which it was evaluated.
+
+    Forward tokens were counted for the whole run alone: every step is taken to cost the same.
+    """
+    steps = [0, *map(int, result["accuracy"])]
+    if cost == "steps":
+        return steps
+    if cost == "generated_tokens":
+        return [0, *result["generated_at"].values()]
+    return [result[cost] * step / steps[-1] for step in steps]
+
+
+def accuracy_at(result: Job, base: Job, cost: str, budget: float) -> float:
+    """A run's accuracy at a budget, on the straight line between two evaluations."""
+    costs = spent(result, cost)
+    assert budget <= costs[-1], (result["name"], cost, budget)
+    return float(np.interp(budget, costs, [*curve(result, base).values()]))
+
+
+def budgets(results: dict[str, Job], own: str) -> list[str]:
+    """A row per budget: the method `own`, both ways of sampling GRPO, and own minus each."""
+    others = ("grpo", "grpo, sampled as sgsd")
+    lines = head_of(["budget", own, *others, *[f"{own} - {other}" for other in others]])
+    for budget, cost in BUDGETS:
+        ends: dict[str, list[float]] = {}
+        for name in (own, *others):
+            of_seeds = []
+            for seed in range(5):
+                base = results[f"base-{seed}"]
+                of_seeds.append(accuracy_at(results[f"{name}-{seed}"], base, cost, budget))
+            ends[name] = of_seeds
+        cells = [f"{budget:,} {cost.replace('_', ' ')}"]
+        cells += [with_interval(of_seeds) for of_seeds in ends.values()]
+        for other in others:
+            gaps = [mine - its for mine, its in zip(ends[own], ends[other])]
+            cells.append(with_interval(gaps, "+"))
+        lines.append(row_of(cells))
+    return lines
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     add = parser.add_argument
@@ -406,9 +458,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--jobs", type=int, default=2, help="processes of one thread each")
     add("--work", type=pathlib.Path, help="of the jobs (default: runs/compare_WORLD)")
     add("--show", nargs="*", metavar="FILE", help="print tables of finished comparisons, then end")
+    add("--beside", default="sgsd", metavar="ROW", help="what --show FILE compares its rows with")
+    add("--budgets", action="store_true", help="print SGSD and GRPO at equal budgets, then end")
     args = parser.parse_args(argv)
+    if args.budgets:
+        text = (ROOT / "research/methods/compare_lock.json").read_text()
+        for own in ("sgsd", FULL):
+            print("\n".join([*budgets(json.loads(text)["results"], own), ""]))
+        return
     if args.show is not None:
-        parts = [tables(json.loads(pathlib.Path(file).read_text())) for file in args.show]
+        parts = []
+        for file in args.show:
+            parts.append(tables(json.loads(pathlib.Path(file).read_text()), args.beside))
         print("\n\n".join("\n".join(lines) for lines in parts or [both_worlds()]))
         return
     names = ["sgsd", *(args.methods or WORLDS[args.world].methods)]  # compared with the first

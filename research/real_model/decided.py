@@ -5,11 +5,11 @@
     python research/real_model/decided.py FOLDER --table
 
 The first command samples a solution of each of the first problems as training does, keeps them in
-FOLDER/solutions.jsonl, and scores each by teachers of every bank: FOLDER/NAME.jsonl. --reads says
-what they read, as the flags of methods.ablations do: the problem's own pairs, a donor's, the own
+FOLDER/solutions.jsonl, and scores each by teachers of every bank: FOLDER/NAME_READS.jsonl. --reads
+says what they read, as the flags of methods.ablations do: the problem's own pairs, a donor's, the own
 pairs with the words of each field shuffled, or the template without text (one teacher, as all would
 be the same). What is there is not made again. Both commands print the table: a teacher is decided
-where |support| > eps_a; "less none" is the mean difference of a solution's support. Intervals are
+where |support| > eps_a; "minus none" is the mean difference of a solution's support. Intervals are
 over solutions.
 """
 
@@ -102,7 +102,7 @@ def score(args: Any, lm: Any, tokenizer: Any, rows: list[dict]) -> None:
     masked = model.masked_token_ids(tokenizer) | {*rollout.stop_ids(lm, tokenizer)}
     problems = [row["problem"] for row in rows]
     for (name, path), reads in itertools.product(args.bank, args.reads):
-        bank, full_name = skills.SkillBank.load(path), f"{name}, {reads}"
+        bank, full_name = skills.SkillBank.load(path), f"{name}_{reads}"
         file = args.folder / f"{full_name}.jsonl"
         done = {row["index"] for row in files.read_jsonl(file)}
         for row in [row for row in rows if row["index"] not in done]:
@@ -164,7 +164,7 @@ def table(folder: pathlib.Path) -> Iterator[str]:
         "95%",
         "median size",
         "AUC",
-        "less none",
+        "minus none",
     ]
     yield from head_of(heads)
     for file in sorted(folder.glob("*.jsonl")):
@@ -185,10 +185,10 @@ def table(folder: pathlib.Path) -> Iterator[str]:
         value = auc(a_BK[r_B > 0].ravel(), a_BK[r_B < 0].ravel())
         low, high = auc_interval(r_B, a_BK)
         cells.append(f"{value:.2f} ({low:.2f} to {high:.2f})")
-        none = mean_of.get(file.stem.partition(",")[0] + ", none", {})
-        less = [a - none[i] for i, a in mean_of[file.stem].items() if i in none]
-        is_compared = less and not file.stem.endswith("none")
-        yield row_of([*cells, shown(np.array(less), "+.4f") if is_compared else ""])
+        none = mean_of.get(file.stem.rpartition("_")[0] + "_none", {})
+        gaps = [a - none[i] for i, a in mean_of[file.stem].items() if i in none]
+        is_compared = gaps and not file.stem.endswith("none")
+        yield row_of([*cells, shown(np.array(gaps), "+.4f") if is_compared else ""])
 
 
 def named(text: str) -> tuple[str, str]:
