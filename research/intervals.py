@@ -3,8 +3,8 @@
     python research/intervals.py
 
 95%, a bootstrap over problems; differences are paired by problem. A row for each test, beside the
-base model and, for a trained one, beside SGSD after as many steps. The last lines count the teachers
-of each training run.
+base model and, for a trained one, beside SGSD after as many steps. The last lines count each run's
+teachers.
 """
 
 import json

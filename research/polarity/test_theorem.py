@@ -1,4 +1,4 @@
-"""What a support can be: the bound of README.md and its edges, enumerated and not sampled.
+"""What a support can be: the bound of research/bound.md and its edges, enumerated and not sampled.
 
     python -m pytest research/polarity
 

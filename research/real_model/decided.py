@@ -6,11 +6,11 @@
 
 The first command samples a solution of each of the first problems as training does, keeps them in
 FOLDER/solutions.jsonl, and scores each by teachers of every bank: FOLDER/NAME_READS.jsonl. --reads
-says what they read, as the flags of methods.ablations do: the problem's own pairs, a donor's, the own
-pairs with the words of each field shuffled, or the template without text (one teacher, as all would
-be the same). What is there is not made again. Both commands print the table: a teacher is decided
-where |support| > eps_a; "minus none" is the mean difference of a solution's support. Intervals are
-over solutions.
+says what they read, as the flags of methods.ablations do: the problem's own pairs, a donor's, the
+own pairs with the words of each field shuffled, or the template without text (one teacher, as all
+would be the same). What is there is not made again. Both commands print the table: a teacher is
+decided where |support| > eps_a; "minus none" is the mean difference of a solution's support to the
+one without text. Intervals are over solutions.
 """
 
 import argparse
