@@ -3,6 +3,7 @@
     python research/methods/compare.py --show    every method in both worlds; nothing is trained
     python research/methods/compare.py --show FILE.json    all tables of a finished comparison
     python research/methods/compare.py --budgets    SGSD and GRPO at equal steps and equal tokens
+    python research/methods/compare.py --claims     the paper's claims beside what both worlds show
     python research/methods/compare.py --world lock     the harder world: every row, five seeds
     python research/methods/compare.py --world tiny     the same in the first world, the default
     python research/methods/compare.py --world lock --methods sgsd grpo    these rows alone
@@ -143,6 +144,39 @@ BUDGETS = (  # in the harder world; the last is what 60 steps of GRPO cost with 
     (277_000, "forward_tokens"),
 )
 Job = dict[str, Any]
+OLDER_TEACHERS = ("frozen teacher", "periodic teacher", "ema teacher")
+# A claim; what the paper has (Qwen3-1.7B; 9 to 18 AIME24; none: a curve alone); whether it holds in
+# the harder world; the rows that it is about, each minus the first. The last two are ours.
+CLAIMS = (
+    ("1. SGSD improves on the base", "37.4 to 43.7", "yes", "base", "sgsd"),
+    ("2. a skill in the prompt alone does not help", "37.4 to 35.9", "no", "base", "base+skill"),
+    ("3. SGSD is above GRPO", "43.7, 37.5", "no", "grpo", "sgsd"),
+    ("4. GRPO is often below the base", "", "no", "base", "grpo"),
+    ("5. SGSD is above OPSD", "43.7, 42.0; 8B 65.5, 66.8", "no fair test", "opsd", "sgsd"),
+    ("6. OPSD falls late", "", "in part: at once", "base", "opsd", "opsd, no bound"),
+    ("7. visible skills spoil OPSD", "42.0 to 40.6", "no", "opsd", "opsd+skill"),
+    ("7, without its bound", "", "no; tiny: yes", "opsd, no bound", "opsd+skill, no bound"),
+    (
+        "8. visible skills do not help GRPO",
+        "37.5 to 39.0; 8B 65.0 to 63.4",
+        "yes",
+        "grpo",
+        "grpo+skill",
+    ),
+    ("9. no polarity: it collapses late", "", "yes", "sgsd", "no polarity"),
+    ("10. one teacher is below several", "", "yes", "sgsd", "one teacher"),
+    ("11. no token mask: worse", "54.4 to 54.2", "yes", "sgsd", "no token mask"),
+    ("12. no clip: worse", "54.4 to 52.5", "open", "sgsd", "no clip"),
+    ("13. no threshold: worse", "54.4 to 51.4", "open", "sgsd", "no threshold"),
+    ("14. none of the three: below the base", "48.1, base 51.1", "no", "base", "none of the three"),
+    ("15. a live teacher ends best", "", "yes", "sgsd", *OLDER_TEACHERS),
+    ("16. the gate peaks highest", "", "yes", "sgsd", "reverse KL", "forward KL", "JSD"),
+    ("17. the top 100 tokens are not enough", "", "yes", "sgsd", "top-100 support"),
+    ("18. the teacher sees the answer: collapse", "-9.7", "open", "sgsd", "answer in the prompt"),
+    ("19. an evolving bank helps", "not measured", "not seen", "sgsd", "sgsd, other bank"),
+    ("20. nearest pairs beat random ones", "", "no", "sgsd", "random retrieval"),
+    ("21. right steps of failures have reversed teachers", "", "no: 0 of 214", "sgsd"),
+)
 
 
 # --------------------------------------------------------------------------------------- one job
@@ -386,12 +420,15 @@ def tables(kept: Job, beside: str = "sgsd") -> list[str]:
     return lines + by_seed
 
 
+def kept_results(world: str) -> dict[str, Job]:
+    text = (ROOT / f"research/methods/compare_{world}.json").read_text()
+    return json.loads(text)["results"]
+
+
 def both_worlds() -> list[str]:
     """A row per method: its accuracy in the end in the two worlds, and its difference to SGSD."""
-    kept, head = [], ["method"]
-    for name, title in (("tiny", "tiny world, 40 steps"), ("lock", "harder world, 60 steps")):
-        text = (ROOT / f"research/methods/compare_{name}.json").read_text()
-        kept.append(json.loads(text)["results"])
+    kept, head = [kept_results("tiny"), kept_results("lock")], ["method"]
+    for title in ("tiny world, 40 steps", "harder world, 60 steps"):
         head += [title, "minus SGSD"]
     lines = head_of(head)
     for method in (*BASES, *PAPER):
@@ -403,6 +440,24 @@ def both_worlds() -> list[str]:
             ends = [final(results[f"{method}-{seed}"]) for seed in range(5)]
             gaps = [end - final(results[f"sgsd-{seed}"]) for seed, end in enumerate(ends)]
             cells += [with_interval(ends), "" if method == "sgsd" else with_interval(gaps, "+")]
+        lines.append(row_of(cells))
+    return lines
+
+
+def claims() -> list[str]:
+    """A row per claim: the final accuracy of its first row, and what the others have minus it."""
+    lines = head_of(["claim", "paper", "holds in the harder world?", "harder world", "tiny world"])
+    for claim, paper, holds, first, *others in CLAIMS:
+        cells = [claim, paper, holds]
+        for world in ("lock", "tiny"):
+            results = kept_results(world)
+            start = [final(results[f"{first}-{seed}"]) for seed in range(5)]
+            parts = [f"{first} {with_interval(start)}"]
+            for name in others:
+                ends = [final(results[f"{name}-{seed}"]) for seed in range(5)]
+                gaps = [end - its for end, its in zip(ends, start)]
+                parts.append(f"{name} {with_interval(gaps, '+')}")
+            cells.append("; ".join(parts))
         lines.append(row_of(cells))
     return lines
 
@@ -460,11 +515,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--show", nargs="*", metavar="FILE", help="print tables of finished comparisons, then end")
     add("--beside", default="sgsd", metavar="ROW", help="what --show FILE compares its rows with")
     add("--budgets", action="store_true", help="print SGSD and GRPO at equal budgets, then end")
+    add("--claims", action="store_true", help="print the paper's claims and both worlds, then end")
     args = parser.parse_args(argv)
     if args.budgets:
-        text = (ROOT / "research/methods/compare_lock.json").read_text()
         for own in ("sgsd", FULL):
-            print("\n".join([*budgets(json.loads(text)["results"], own), ""]))
+            print("\n".join([*budgets(kept_results("lock"), own), ""]))
+        return
+    if args.claims:
+        print("\n".join(claims()))
         return
     if args.show is not None:
         parts = []
