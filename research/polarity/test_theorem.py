@@ -100,11 +100,14 @@ def sampled(temperature, top_p):
 def test_under_any_sampler_mask_and_clip_it_holds_beyond_the_lift(name, temperature, top_p):
     """P(ã > eps + mean of beta+ and n tokens or more count) <= exp(-lambda eps n): all of it.
 
-    Proof. For c_delta >= 1 and every gap d, exp(lambda clip(d)) <= 1 - lambda + lambda e^d: from
+    y comes from any sampler q; the mask is settled by the prefix and the token itself; U are the
+    ids that can count, and beta_t = log [P_T(U) / q(U)] + log [q(y_t) / p_S(y_t)].
+
+    Proof. For c_delta > 1 and every gap d, exp(lambda clip(d)) <= 1 - lambda + lambda e^d: from
     -c_delta on by convexity, below it by the choice of lambda. d0 = d - beta is log p_T(y|U) -
-    log q(y|U), with U the ids that can count. So the mean of exp(lambda m clip(d0)), m the mask,
-    given the prefix is at most q(not U) + q(U) (1 - lambda + lambda) = 1, and the product over t
-    has a mean of at most 1. Since clip(d) <= clip(d0) + beta+, Markov's inequality ends it.
+    log q(y|U). So the mean of exp(lambda m clip(d0)), m the mask, given the prefix is at most
+    q(not U) + q(U) (1 - lambda + lambda) = 1, and the product over t has a mean of at most 1.
+    Since clip(d) <= clip(d0) + beta+, Markov's inequality ends it.
 
     The mask is the method's (S2): a set of ids that never count, here the 2.
     """
