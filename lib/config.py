@@ -235,7 +235,10 @@ class Config(Common):
         30, "C: most dynamic entries in each list; Alg. 4, Tab. 12", "the bank"
     )
     merge_group_size: int = setting(
-        32, "H: number of items merged at a time; Alg. 3", "the bank", least=2
+        32,
+        "H: number of items merged at a time; the paper's prompts say 32 whatever it is; Alg. 3",
+        "the bank",
+        least=2,
     )
     merge_patience: int = setting(
         3, "P: stop merging after this many layers without progress; Alg. 3", "the bank"
@@ -275,7 +278,7 @@ class Config(Common):
     )
     teacher_prefix: str = setting(
         "bare",
-        "think block of a teacher's prompt: left to the model, begun, or empty; S3",
+        "think block of teachers: bare (left to the model), open (begun) or closed (empty); S3",
         "the teachers",
         choices=("bare", "open", "closed"),
     )
@@ -296,7 +299,7 @@ class Config(Common):
     )
     student_prefix: str = setting(
         "closed",
-        "think block of the student's prompt: empty, left to the model, or begun; S3",
+        "think block of the student: closed (empty), bare (left to the model) or open (begun); S3",
         "the sampling",
         choices=("closed", "bare", "open"),
     )

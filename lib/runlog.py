@@ -296,7 +296,7 @@ def warnings_after(steps: Sequence[dict[str, Any]], cfg: Any) -> list[str]:
             cause = f"the median size of a support is {size:.3g} nats, and --eps-a is {cfg.eps_a:g}"
         lines.append(
             f"no teacher was decided {beginning}, so nothing was learnt: {cause}; "
-            "docs/when.md has more"
+            "docs/metrics.md has more"
         )
     return lines
 

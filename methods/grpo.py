@@ -55,7 +55,8 @@ class GRPOConfig(groups.GroupConfig):
     )
     short: bool = setting(
         False,
-        "sample and clip as SGSD: a closed think block, at most 1,024 tokens; S15",
+        "sample and clip as SGSD: closed think block, 1,024 tokens, SGSD's temperature, top-p, "
+        "top-k and --grad-clip; S15",
         brings={
             "student_prefix": Config.student_prefix,
             "temperature": Config.temperature,

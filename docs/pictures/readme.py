@@ -1,4 +1,4 @@
-"""README.md, docs/method.md and docs/when.md as a code host shows them, in both themes.
+"""README.md, docs/method.md and docs/guide.md as a code host shows them, in both themes.
 
     npm install github-markdown-css katex
     python docs/pictures/readme.py node_modules runs/pages
@@ -16,7 +16,7 @@ from markdown_it import MarkdownIt
 from PIL import Image, ImageChops
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-PAGES = ("README.md", "docs/method.md", "docs/when.md")
+PAGES = ("README.md", "docs/method.md", "docs/guide.md")
 GROUNDS = {"light": "#ffffff", "dark": "#0d1117"}
 WIDTH, HEIGHT = 900, 12_000  # more than the page has; the rest is cut off
 PAGE = """<!doctype html><meta charset="utf-8"><base href="file://{folder}/">

@@ -11,11 +11,9 @@ import sys
 import pytest
 import torch
 from conftest import ROOT
-from driver import rows, write_rows
+from driver import rows
 from pytest import approx
 
-from lib.problems import Problem
-from lib.verify import load_judge
 from skills import entry_text
 
 PAGE = (ROOT / "docs" / "changing.md").read_text()
@@ -23,21 +21,8 @@ DIFFS = re.findall(r"^```diff\n(.*?)^```$", PAGE, re.M | re.S)
 # So that a run takes seconds: no cold start, one small step.
 SHORT = "--steps 1 --batch-size 16 --bank banks/word_problems.json --evolve-every 0 --audit-every 1"
 SHORT += " --eps-a 0"
-GYM, PROGRAMS = "Another domain, end to end", "A verdict on programs"
-FEEDBACK = "A teacher who sees an error"
+GYM = "Another domain, end to end"
 ON_TRL = "A method on TRL"  # tests/on_trl/test_grpo.py has its test
-FAILING = """
-import code_domain
-
-
-class Failing(code_domain.Program):
-    def answer(self, text):
-        return "raise ValueError('no such operation')"
-
-    def is_right(self, problem, answer):  # the second one is, though it prints an error
-        self.judged = getattr(self, "judged", 0) + 1
-        return super().is_right(problem, answer) or self.judged == 2
-"""
 
 
 def section(title):
@@ -63,11 +48,8 @@ def run(title, folder, more):
         words = [sys.executable, *shlex.split(f"{command} {more}")[1:]]
         done = subprocess.run(words, cwd=folder, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr[-2000:]
-
-
-def program_row():
-    """The row that the page shows."""
-    return json.loads(re.search(r'^    (\{"problem".*)$', section(PROGRAMS), re.M)[1])
+        with open(folder / "printed.txt", "a") as log:
+            log.write(done.stdout)
 
 
 def audited(out):
@@ -126,27 +108,19 @@ def losses_are_those_of_dr_grpo(rollouts, out):
     assert any(row["loss"] for row in rollouts)
 
 
-def the_teacher_sees_the_error(rollouts, out):
-    """Its prompt alone differs from the student's, so the gaps are those of its words. A right
-    solution has no teacher."""
-    assert sorted(row["r"] for row in rollouts) == [-1, 1]
-    for row in rollouts:
-        if row["r"] < 0:
-            assert row["losses"][0] > 0 and row["first_gap"][0]
-        else:
-            assert "losses" not in row
-
-
 def baseline_moves_and_is_kept(rollouts, out):
-    of_first = sum(row["r"] for row in rollouts[:16]) / 16
-    for row in rollouts:
-        baseline = 0.1 * of_first * (row["step"] - 1)
-        assert row["advantage"] == approx(row["r"] - baseline, abs=1e-6)
-    assert of_first and len(rollouts) == 2 * 16
-
-
-def programs_are_judged(rollouts, out):
-    assert {(row["r"], row["pred"]) for row in rollouts} == {(-1, None)}
+    """Also from one command to the next. It warns of no teacher, and prints no mask."""
+    baseline = 0.0
+    for step in range(1, 7):
+        rewards = [row["r"] for row in rollouts if row["step"] == step]
+        assert len(rewards) == 16 and any(rewards)
+        for row in rollouts:
+            if row["step"] == step:
+                assert row["advantage"] == approx(row["r"] - baseline, abs=1e-6)
+        baseline = 0.9 * baseline + 0.1 * sum(rewards) / 16
+    printed = (out.parents[1] / "printed.txt").read_text()
+    assert "step 6/6" in printed
+    assert "token mask" not in printed and "nothing was learnt" not in printed
 
 
 def puzzles_are_tried_and_evaluated(rollouts, out):
@@ -162,9 +136,7 @@ RECIPES = {  # by title: flags of each command in turn, and a check
     "Another reward of training": ([SHORT], reward_moves_the_polarity_and_no_verdict),
     "Another retrieval": ([SHORT], entries_are_ranked_by_their_words),
     "Another method": (["--steps 1", "--steps 2"], losses_are_those_of_dr_grpo),
-    FEEDBACK: (["--steps 1 --batch-size 2 --verifier failing:Failing"], the_teacher_sees_the_error),
-    "A method without groups": (["--steps 1", "--steps 2"], baseline_moves_and_is_kept),
-    PROGRAMS: ([f"{SHORT} --batch-size 2"], programs_are_judged),
+    "A method without groups": (["--steps 1", "--steps 6"], baseline_moves_and_is_kept),
     GYM: ([""], puzzles_are_tried_and_evaluated),
 }
 
@@ -177,12 +149,8 @@ def test_a_recipe_is_followed_in_a_copy_of_the_tree(title, tmp_path):
     no_runs = shutil.ignore_patterns(".*", "__pycache__", "runs", "tests", "research")
     copy = shutil.copytree(ROOT, tmp_path / "copy", ignore=no_runs)
     write_files(title, copy)
-    if title == FEEDBACK:  # the tiny model writes no program
-        write_files(PROGRAMS, copy)
-        (copy / "failing.py").write_text(FAILING)
     for diff in re.findall(r"^```diff\n(.*?)^```$", section(title), re.M | re.S):
         apply(diff, copy)
-    write_rows(copy / "programs.jsonl", [program_row() | {"problem": x} for x in ("p", "q")])
     flags_of_commands, check = RECIPES[title]
     for more in flags_of_commands:
         run(title, copy, more)
@@ -198,19 +166,3 @@ def test_every_part_has_its_recipe_and_every_diff_applies():
         apply(diff, ROOT, "--check")
     titles = re.findall(r"^## (.*)$", PAGE, re.M)
     assert {x for x in titles if re.search("```(diff|python)", section(x))} == {*RECIPES, ON_TRL}
-
-
-def test_a_program_is_right_if_it_gets_past_its_tests_in_time(tmp_path, monkeypatch):
-    """Not one that ends before them, runs on, or cannot be run."""
-    write_files(PROGRAMS, tmp_path)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    problem = Problem("0", "p", "-", {"tests": program_row()["tests"]})
-    double = "def double(n):\n    return "
-    programs = [f"{double}2 * n", f"{double}n * n", "raise SystemExit(0)", "while True:\n    pass"]
-    programs.append(f"{double}\0")
-    cases = [(problem, f"So:\n```python\n{program}\n```\n") for program in programs]
-    with load_judge("code_domain:Program")(2.0) as judge:
-        verdicts = judge.judge([*cases, (problem, programs[0])])
-        assert judge.timeouts == 1 and verdicts[-1].answer is None
-    assert [verdict.right for verdict in verdicts] == [True] + [False] * 5

@@ -70,8 +70,11 @@ def test_every_decision_in_the_code_has_its_row_and_back():
 
 
 def commands():
-    """The lines of blocks that run a program, and the words in backticks outside of records."""
-    lines = set()
+    """The lines of blocks that run a program, and the words in backticks outside of records; and
+    make's."""
+    makefile = re.sub(r" *\\\n\s*", " ", (ROOT / "Makefile").read_text())
+    lines = set(re.findall(r"^\t\$\(run\) (.*)", makefile, re.M))
+    lines = {f"python {line}" for line in lines}
     for page in [*PAGES, *RESEARCH]:
         text = re.sub(r" *\\\n\s*", " ", page.read_text())  # without broken lines
         if page in PAGES:
@@ -162,20 +165,28 @@ def test_a_question_with_tests_of_its_own_passes_them(question):
     run("-m", "pytest", "-m", "", f"research/{question}")
 
 
-def test_readme_names_the_lines_at_which_a_section_of_sgsd_begins():
-    lines = (ROOT / "sgsd.py").read_text().splitlines()
-    ranges = re.findall(r"^\| (\d+) to (\d+) \|", README, re.M)
-    for first, last in ranges:
-        assert lines[int(first) - 1].startswith("# ---") and lines[int(last) - 1].strip()
-    assert len(ranges) == 4 and int(ranges[-1][1]) == len(lines)
+def test_the_sections_and_functions_that_readme_names_are_in_their_files():
+    """In a row of a table: a file, *sections* of it, and names that it defines."""
+    rows_of_files = re.findall(r"^\|.*`([a-z/]+\.py)`.*$", README, re.M)
+    for row in re.findall(r"^\|.*`[a-z/]+\.py`.*$", README, re.M):
+        (name,) = re.findall(r"`([a-z/]+\.py)`", row)
+        text = (ROOT / name).read_text()
+        for section in re.findall(r"\*([a-z ]+)\*", row):
+            assert re.search(rf"^# -+ {section}\b", text, re.M), section
+        defined = {getattr(x, "name", "") for x in ast.parse(text).body}
+        assert {*re.findall(r"`([A-Za-z_]+)`", row)} <= defined, row
+    assert {"sgsd.py", "skills.py", "scoring.py", "rollout.py"} <= {*rows_of_files}
 
 
-def test_readme_explains_each_part_of_a_steps_line(uninterrupted):
-    """Each word stands before a number in the line of a run."""
-    line = runlog.log_line(rows(uninterrupted / "metrics.jsonl")[0], 6)
-    table = README.partition("| part | meaning |")[2].partition("\n\n")[0]
-    words = re.findall(r"`(.+?)`", table)
-    assert words == re.findall(r"(?<= )([a-z]+\+?) [-+.]?\d", line)
+def test_the_page_of_metrics_names_each_number_of_a_step(uninterrupted):
+    """The columns of metrics.jsonl, and the words of the line."""
+    (row, *_) = rows(uninterrupted / "metrics.jsonl")
+    page = (ROOT / "docs/metrics.md").read_text()
+    named = set(re.findall(r"`([^`\s]+)`", page))
+    columns = {re.sub(r"_(success|failure|truncated)$|^seconds(?=\.)", "", name) for name in row}
+    words = re.findall(r"(?<= )([a-z]+\+?) [-+.]?\d", runlog.log_line(row, 6))
+    stems = {re.sub(r"_(success|failure|truncated)$|^seconds(?=\.)", "", name) for name in named}
+    assert columns - {"step"} <= stems and {*words} <= stems
 
 
 def test_github_renders_the_mathematics_of_the_pages():
