@@ -64,6 +64,7 @@ class OnTRL:
     """The settings that a run on TRL has besides those of its method."""
 
     of_trl: ClassVar[dict[str, Any]] = {}  # TRL's own settings that the method changes
+    needs_bank: ClassVar[bool] = False
 
     full: bool = setting(False, "train all weights, and not adapters", "on TRL")
     backward_rows: int = setting(
@@ -80,6 +81,7 @@ class TRLConfig(OnTRL, Config):
 
     program: ClassVar[str] = "-m extras.on_trl"
     makes_bank: ClassVar[bool] = False
+    needs_bank: ClassVar[bool] = True
     without: ClassVar[frozenset[str]] = frozenset(
         {"the first bank", "score_tokens", "checkpoint_above"}
     )
@@ -519,10 +521,8 @@ def load(
 ) -> None:
     """Replaces `lib.run.load_run`. trainer: its class. words: TRL's flags of the command line."""
     cfg = run.cfg
-    if not cfg.steps or ("bank" in cfg.rules() and run.bank is None):
-        raise ValueError(
-            "--steps must be above 0, and SGSD needs a --bank; sgsd.py --steps 0 makes one"
-        )
+    if cfg.needs_bank and run.bank is None:
+        raise ValueError("SGSD on TRL needs a --bank; sgsd.py --steps 0 makes one")
     if cfg.full and cfg.adapter:
         raise ValueError(f"--adapter {cfg.adapter}: with --full give whole weights, by --model")
     args = settings_of(cfg, words, run.world)

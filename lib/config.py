@@ -345,6 +345,12 @@ class Config(Common):
         free=True,
     )
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not (self.steps or self.makes_bank):
+            line = "--steps 0: makes a bank alone, and this program makes none; sgsd.py does"
+            raise ValueError(line)
+
     @property
     def uses_skill_bank(self) -> bool:
         """Whether there is a bank: that of --bank, or one that the method makes first."""

@@ -40,10 +40,10 @@ from torch import Tensor
 import rollout
 import sgsd
 import skills
-from lib import command, problems
+from lib import problems
 from lib.config import Config, setting
 from lib.problems import Problem
-from lib.run import Run
+from lib.run import Run, print_once
 from rollout import Job, Rollout
 from sgsd import RolloutLoss
 from skills import SkillPair
@@ -79,17 +79,34 @@ def rewards(rolls_G: Sequence[Rollout]) -> Tensor:
     return torch.tensor([float(sgsd.reward(roll)) for roll in rolls_G])
 
 
-def student_prompt(run: Run, x: Problem, pairs_K: Sequence[SkillPair]) -> list[int]:
-    """The student's prompt, with the skills of these pairs (S17); without pairs as in SGSD.
+def prompt_with_skills(
+    run: Run, x: Problem, pairs_K: list[SkillPair]
+) -> tuple[list[int], list[SkillPair]]:
+    """The student's prompt with the skills of these pairs (S17), and the pairs that it shows.
 
-    UserError if it fills the model's context.
+    We leave out the last pairs until it has at most --max-prompt-tokens, and the model's context
+    leaves room for a reply. The plain prompt always fits: other problems are left out (S35).
     """
+    context = rollout.context_limit(run.lm)
+    room = min(run.cfg.max_prompt_tokens, context - 1)
+    shown_K = pairs_K
+    ids = skilled_ids(run, x, shown_K)
+    while shown_K and len(ids) > room:
+        shown_K = shown_K[:-1]
+        ids = skilled_ids(run, x, shown_K)
+    if len(shown_K) < len(pairs_K):
+        print_once(
+            run,
+            "a student's last pairs are left out where its prompt would have more than "
+            f"{room:.0f} tokens: --max-prompt-tokens, or the context of {context:.0f} (S35)",
+        )
+    return ids, shown_K
+
+
+def skilled_ids(run: Run, x: Problem, pairs_K: Sequence[SkillPair]) -> list[int]:
+    """The student's prompt with the skills of these pairs, as ids; without pairs the plain one."""
     text = skills.render_skills(pairs_K, x.problem)
-    ids = rollout.chat_ids(run.tokenizer, text, thinking=run.cfg.student_prefix)
-    if len(ids) >= rollout.context_limit(run.lm):
-        line = f"problem {x.id}: with {len(pairs_K)} pairs its prompt has {len(ids)} tokens"
-        raise command.UserError(f"{line}, which fill the model's context; lower --num-teachers")
-    return ids
+    return rollout.chat_ids(run.tokenizer, text, thinking=run.cfg.student_prefix)
 
 
 def nearest(run: Run, step: int, x: Problem) -> list[SkillPair]:
@@ -104,7 +121,8 @@ def step_jobs(
 ) -> tuple[list[Job], list[list[SkillPair]]]:
     """This rank's share of the minibatch: the jobs, G for each problem, and each problem's pairs.
 
-    The index of a problem's i-th job is its place in the minibatch times G, plus i.
+    The index of a problem's i-th job is its place in the minibatch times G, plus i. If the student
+    reads skills, the pairs are those that its prompt has.
     """
     cfg = run.cfg
     G = cfg.generations
@@ -114,7 +132,10 @@ def step_jobs(
     for place in range(run.world.rank, len(batch), run.world.size):
         x, epoch = batch[place]
         pairs_K = retrieve(run, step, x)
-        prompt = student_prompt(run, x, pairs_K if shows_skills else [])
+        if shows_skills:
+            prompt, pairs_K = prompt_with_skills(run, x, pairs_K)
+        else:
+            prompt = sgsd.student_prompt(run, x.problem)
         for i in range(G):
             key = rollout.sample_key(cfg.seed, step, x.id, epoch * G + i)
             jobs.append(Job(place * G + i, prompt, key=key, tokens_left=cfg.max_new_tokens, x=x))

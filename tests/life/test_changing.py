@@ -63,6 +63,8 @@ def run(title, folder, more):
         words = [sys.executable, *shlex.split(f"{command} {more}")[1:]]
         done = subprocess.run(words, cwd=folder, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr[-2000:]
+        with open(folder / "printed.txt", "a") as log:
+            log.write(done.stdout)
 
 
 def program_row():
@@ -138,11 +140,18 @@ def the_teacher_sees_the_error(rollouts, out):
 
 
 def baseline_moves_and_is_kept(rollouts, out):
-    of_first = sum(row["r"] for row in rollouts[:16]) / 16
-    for row in rollouts:
-        baseline = 0.1 * of_first * (row["step"] - 1)
-        assert row["advantage"] == approx(row["r"] - baseline, abs=1e-6)
-    assert of_first and len(rollouts) == 2 * 16
+    """Also from one command to the next. It warns of no teacher, and prints no mask."""
+    baseline = 0.0
+    for step in range(1, 7):
+        rewards = [row["r"] for row in rollouts if row["step"] == step]
+        assert len(rewards) == 16 and any(rewards)
+        for row in rollouts:
+            if row["step"] == step:
+                assert row["advantage"] == approx(row["r"] - baseline, abs=1e-6)
+        baseline = 0.9 * baseline + 0.1 * sum(rewards) / 16
+    printed = (out.parents[1] / "printed.txt").read_text()
+    assert "step 6/6" in printed
+    assert "token mask" not in printed and "nothing was learnt" not in printed
 
 
 def programs_are_judged(rollouts, out):
@@ -163,7 +172,7 @@ RECIPES = {  # by title: flags of each command in turn, and a check
     "Another retrieval": ([SHORT], entries_are_ranked_by_their_words),
     "Another method": (["--steps 1", "--steps 2"], losses_are_those_of_dr_grpo),
     FEEDBACK: (["--steps 1 --batch-size 2 --verifier failing:Failing"], the_teacher_sees_the_error),
-    "A method without groups": (["--steps 1", "--steps 2"], baseline_moves_and_is_kept),
+    "A method without groups": (["--steps 1", "--steps 6"], baseline_moves_and_is_kept),
     PROGRAMS: ([f"{SHORT} --batch-size 2"], programs_are_judged),
     GYM: ([""], puzzles_are_tried_and_evaluated),
 }
