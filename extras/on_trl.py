@@ -419,7 +419,8 @@ class SGSDTrainer(Trainer):
         for A_T, roll in zip(A_BT, self.rolls):
             all_K = run.bank.retrieve(roll.problem, run.cfg.num_teachers, run.embed)
             pairs_K, contexts_K = sgsd.teacher_prompts(run, all_K, roll.problem, roll)
-            # Passes are collectives: a teacher that is left out leaves a row, which is not read.
+            # All ranks must make equally many passes, so we score a dummy row for each teacher that
+            # was left out.
             spare = [roll.prompt_ids] * (len(all_K) - len(pairs_K))
             logps = self.score([roll.prompt_ids, *contexts_K, *spare], roll.completion_ids)
             logpS_T = logps[0].requires_grad_()
@@ -470,7 +471,7 @@ class Loop(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         run = self.run
         run.optimizer = self.trainer.optimizer
-        for group in run.optimizer.param_groups:  # a checkpoint has that of its own --steps (S7)
+        for group in run.optimizer.param_groups:  # a checkpoint's rate is of its old --steps (S7)
             group["lr"] = run.cfg.learning_rate * ((run.cfg.steps - run.step) / run.cfg.steps)
         if run.cfg.uses_skill_bank:
             sgsd.begin_bank(run)

@@ -139,8 +139,8 @@ def summarize(
 
     rows: the step's rows of rollouts.jsonl from all ranks, at least one. norm: the gradient's,
     before clipping; if it is not finite, the step counts as skipped. seconds: those of each part.
-    gb: peak memory, GiB. We leave out a mean support over no teachers, and where no row has gaps or
-    a mask their numbers; shares and other means over nothing are 0. A number of the method's own is
+    gb: peak memory, GiB. We leave out numbers of supports over no teachers, and where no row has
+    gaps or a mask their numbers; shares and other means over nothing are 0. A number of the method's own is
     a mean over the rows that have it. ValueError as `joined` raises it.
     """
     columns: dict[str, list[float]] = {"loss": []}
@@ -219,8 +219,8 @@ def polarity_numbers(rows: list[dict]) -> dict[str, Any]:
         if supports and case in ("_success", "_failure"):  # for no teachers 0 would look balanced
             metrics[f"a_mean{case}"] = sum(supports) / len(supports)
             metrics[f"a_positive{case}"] = sum(a > 0 for a in supports) / len(supports)
-    if any("a" in row for row in rows):  # the method has supports
-        sizes = torch.tensor(pooled(rows, "a") or [0.0]).abs()
+    if supports := pooled(rows, "a"):
+        sizes = torch.tensor(supports).abs()
         for percent in (10, 50, 90):
             metrics[f"abs_a_p{percent}"] = float(sizes.quantile(percent / 100))
     return metrics

@@ -115,9 +115,8 @@ def losses(
     for roll in rolls_1:
         pairs_K, contexts_K = sgsd.teacher_prompts(run, pairs_K, problem, roll)  # line 6
         alpha_K = sgsd.pair_weights(run, pairs_K)  # line 5
-        scored = (
-            gate_losses if is_eq14 or not pairs_K else divergence_losses
-        )  # alike for no teacher
+        # Without teachers the losses are empty; only the gate's function takes no prompts at all.
+        scored = gate_losses if is_eq14 or not pairs_K else divergence_losses
         ids_T = torch.tensor(roll.completion_ids, device=run.device)
         mask_T = sgsd.token_mask(ids_T, run.masked_ids if cfg.token_mask else [])
         ell_KT, gap_KT = scored(run, roll, contexts_K, mask_T)  # lines 9, 10 and 12

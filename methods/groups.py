@@ -24,8 +24,8 @@ tensors by name, each of them optional.
     credit         [K, T]  colours the tokens
     any other      [T] or [K, T]   logged
 
-A name that a row or a metric has already is a ValueError in the first step. A method that leaves
-teachers out (`sgsd.teacher_prompts`) adds a fourth item: the pairs of those that it has.
+A name that a row or a metric has already is a ValueError in the first step. If a method leaves out
+some teachers (`sgsd.teacher_prompts`), it yields the pairs of the others as a fourth item.
 
 Dimension key: G solutions of a problem, K teachers, T completion tokens.
 """
@@ -84,29 +84,21 @@ def prompt_with_skills(
 ) -> tuple[list[int], list[SkillPair]]:
     """The student's prompt with the skills of these pairs (S17), and the pairs that it shows.
 
-    We leave out the last pairs until it has at most --max-prompt-tokens, and the model's context
-    leaves room for a reply. The plain prompt always fits: other problems are left out (S35).
+    If it has more than --max-prompt-tokens, or leaves no room in the model's context, we leave out
+    the last pair, and so on. The plain prompt always fits: other problems are left out (S35).
     """
     context = rollout.context_limit(run.lm)
     room = min(run.cfg.max_prompt_tokens, context - 1)
-    shown_K = pairs_K
-    ids = skilled_ids(run, x, shown_K)
-    while shown_K and len(ids) > room:
-        shown_K = shown_K[:-1]
-        ids = skilled_ids(run, x, shown_K)
-    if len(shown_K) < len(pairs_K):
-        print_once(
-            run,
-            "a student's last pairs are left out where its prompt would have more than "
-            f"{room:.0f} tokens: --max-prompt-tokens, or the context of {context:.0f} (S35)",
-        )
-    return ids, shown_K
-
-
-def skilled_ids(run: Run, x: Problem, pairs_K: Sequence[SkillPair]) -> list[int]:
-    """The student's prompt with the skills of these pairs, as ids; without pairs the plain one."""
     text = skills.render_skills(pairs_K, x.problem)
-    return rollout.chat_ids(run.tokenizer, text, thinking=run.cfg.student_prefix)
+    ids = rollout.chat_ids(run.tokenizer, text, thinking=run.cfg.student_prefix)
+    if len(ids) <= room or not pairs_K:
+        return ids, pairs_K
+    print_once(
+        run,
+        "a student's last pairs are left out where its prompt would have more than "
+        f"{room:.0f} tokens: --max-prompt-tokens, or the context of {context:.0f} (S35)",
+    )
+    return prompt_with_skills(run, x, pairs_K[:-1])
 
 
 def nearest(run: Run, step: int, x: Problem) -> list[SkillPair]:
