@@ -140,8 +140,8 @@ def summarize(
     rows: the step's rows of rollouts.jsonl from all ranks, at least one. norm: the gradient's,
     before clipping; if it is not finite, the step counts as skipped. seconds: those of each part.
     gb: peak memory, GiB. We leave out numbers of supports over no teachers, and where no row has
-    gaps or a mask their numbers; shares and other means over nothing are 0. A number of the method's own is
-    a mean over the rows that have it. ValueError as `joined` raises it.
+    gaps or a mask their numbers; shares and other means over nothing are 0. A number of the
+    method's own is a mean over the rows that have it. ValueError as `joined` raises it.
     """
     columns: dict[str, list[float]] = {"loss": []}
     columns |= {"success": [], "truncated": [], "no_answer": []}
