@@ -137,7 +137,9 @@ def settings_of(cfg: Any, words: Sequence[str], world: distributed.World) -> GRP
             f"of the number of processes, {world.size}"
         )
     share = solutions // world.size  # of a process
-    rows = max(n for n in range(1, min(share, cfg.backward_rows) + 1) if share % n == 0)
+    rows = min(share, cfg.backward_rows)  # in one backward pass
+    while share % rows:
+        rows -= 1
     parser = LayoutParser(GRPOConfig, allow_abbrev=False)
     parser.set_defaults(
         **{
@@ -333,9 +335,12 @@ class Trainer(GRPOTrainer):
             turns = [sizes[start : start + rows] for sizes in sizes_of_ranks]
             prompts = [job.prompt for job in turn] or [self.run.stops[:1]]
             prompts += prompts[:1] * (max(map(len, turns)) - len(prompts))
-            lengths, lefts = zip(*itertools.chain.from_iterable(turns))
-            room = rollout.context_limit(self.run.lm) - max(lengths)
-            self.draw_by(sampling, int(min(max(lefts), room)), max(lengths) + 1)
+            longest = limit = 0
+            for length, left in itertools.chain.from_iterable(turns):
+                longest = max(longest, length)
+                limit = max(limit, left)
+            room = rollout.context_limit(self.run.lm) - longest
+            self.draw_by(sampling, int(min(limit, room)), longest + 1)
             for job, ids in zip(turn, self._generate_single_turn(prompts, None, {}, 1)[0]):
                 job.ids = ids[: job.tokens_left]
             yield turn

@@ -348,8 +348,7 @@ class Config(Common):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not (self.steps or self.makes_bank):
-            line = "--steps 0: makes a bank alone, and this program makes none; sgsd.py does"
-            raise ValueError(line)
+            raise ValueError("--steps 0 makes a bank alone: this program makes none, sgsd.py does")
 
     @property
     def uses_skill_bank(self) -> bool:

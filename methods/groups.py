@@ -87,16 +87,15 @@ def prompt_with_skills(
     If it has more than --max-prompt-tokens, or leaves no room in the model's context, we leave out
     the last pair, and so on. The plain prompt always fits: other problems are left out (S35).
     """
-    context = rollout.context_limit(run.lm)
-    room = min(run.cfg.max_prompt_tokens, context - 1)
+    room = min(run.cfg.max_prompt_tokens, rollout.context_limit(run.lm) - 1)
     text = skills.render_skills(pairs_K, x.problem)
     ids = rollout.chat_ids(run.tokenizer, text, thinking=run.cfg.student_prefix)
     if len(ids) <= room or not pairs_K:
         return ids, pairs_K
     print_once(
         run,
-        "a student's last pairs are left out where its prompt would have more than "
-        f"{room:.0f} tokens: --max-prompt-tokens, or the context of {context:.0f} (S35)",
+        "a student's last pairs are left out where its prompt would be longer than "
+        "--max-prompt-tokens, or fill the model's context (S35)",
     )
     return prompt_with_skills(run, x, pairs_K[:-1])
 
