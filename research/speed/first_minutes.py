@@ -3,11 +3,11 @@
     python research/speed/first_minutes.py COMMAND OUT          at Qwen3-1.7B's shapes
     python research/speed/first_minutes.py COMMAND OUT --cpu    a tiny shape, to rehearse it
 
-COMMAND is sgsd (three steps with a given bank, then its evolution), grpo (two short steps) or eval
-(eight problems). Weights are random, the tokenizer is that of the tests, and every second solution
-or so counts as right, so that groups are mixed and the bank evolves. Hardly any completion ends
-before its limit. The last lines are rows of gpu.py's table: seconds of a step, of an evolution or
-of all samples, without the first step, which warms up, and without loading.
+COMMAND is model, which makes OUT/model, then sgsd (three steps with a given bank, and its
+evolution), grpo (two short steps) or eval (eight problems). Weights are random, the tokenizer is
+that of the tests, and every second solution or so counts as right, so that groups are mixed. Hardly
+any completion ends before its limit. The last lines are rows of gpu.py's table: seconds of a step,
+of an evolution or of all samples, without the first step, which warms up, and without loading.
 """
 
 import argparse
@@ -33,7 +33,11 @@ from research.markdown_table import row_of
 from research.speed.bench import SHAPES, random_model, stop_after
 
 PROGRAMS = {
-    "sgsd": (sgsd, config.Config, "--steps 3 --evolve-every 3 --reply-tokens 1600"),
+    "sgsd": (
+        sgsd,
+        config.Config,
+        "--steps 3 --evolve-every 3 --success-gate 2 --reply-tokens 1600",
+    ),
     "grpo": (grpo, grpo.GRPOConfig, "--short --steps 2"),
     "eval": (eval, config.EvalConfig, "--limit 8 --no-thinking --max-new-tokens 1024"),
 }
@@ -55,15 +59,9 @@ class Uneven(verify.Judge):
 
 
 def words_of(name: str, out: pathlib.Path, device: torch.device) -> list[str]:
-    """The command's words; the model is made if it is not there."""
-    from conftest import make_tokenizer
-
-    folder = out / "model"
-    if not folder.exists():
-        shape = SHAPES["qwen3-1.7b" if device.type == "cuda" else "tiny"]
-        stop_after(random_model(shape, device), 0).save_pretrained(folder)
-        make_tokenizer().save_pretrained(folder)
-    words = [str(folder)] if name == "eval" else ["--model", str(folder)]
+    """The command's words."""
+    folder = str(out / "model")
+    words = [folder] if name == "eval" else ["--model", folder]
     words += ["--data", str(ROOT / f"tiny/{'test' if name == 'eval' else 'train'}.jsonl")]
     words += ["--verifier", "research.speed.first_minutes:Uneven", "--device", device.type]
     words += ["--out", str(out / name)]
@@ -104,12 +102,19 @@ def of_samples(out: pathlib.Path, seconds: float, hours_of_samples: float) -> li
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("command", choices=PROGRAMS)
+    parser.add_argument("command", choices=["model", *PROGRAMS])
     parser.add_argument("out", type=pathlib.Path, help="a folder without an earlier measurement")
     parser.add_argument("--cpu", action="store_true", help="a rehearsal")
     args = parser.parse_args(argv)
     out = args.out.resolve()
     device = distributed.init("cpu" if args.cpu else "cuda").device
+    shape = SHAPES["tiny" if args.cpu else "qwen3-1.7b"]
+    if args.command == "model":
+        from conftest import make_tokenizer  # it sets threads, which no command should have
+
+        stop_after(random_model(shape, device), 0).save_pretrained(out / "model")
+        make_tokenizer().save_pretrained(out / "model")
+        return
     program, config_class, _ = PROGRAMS[args.command]
     words = words_of(args.command, out, device)
     print("python", config_class.program, *words, flush=True)
@@ -125,7 +130,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     if code := program.main(words):
         sys.exit(code)
     ended = time.perf_counter()
-    shape = SHAPES["tiny" if args.cpu else "qwen3-1.7b"]
     c = shape.counts(device, shape.vocab, config.Config.lora_rank)
     card = hours.CARDS[card_of(device)]
     presets = None if args.command == "eval" else {}

@@ -28,7 +28,7 @@ sys.path.insert(0, str(ROOT))
 from research.markdown_table import head_of
 
 LIMIT = 540  # seconds of a step
-FIRST = ("sgsd", "grpo", "eval")  # the commands of first_minutes.py
+FIRST = ("model", "sgsd", "grpo", "eval")  # the commands of first_minutes.py
 COLUMNS = ("command", "part", "s", "expected s", "sampled tokens/s", "peak GiB")
 RUNS = {"bf16": ("bfloat16", 30), "fp32": ("float32", 5), "fp32_again": ("float32", 5)}
 
