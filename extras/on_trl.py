@@ -64,6 +64,7 @@ class OnTRL:
     """The settings that a run on TRL has besides those of its method."""
 
     of_trl: ClassVar[dict[str, Any]] = {}  # TRL's own settings that the method changes
+    needs_bank: ClassVar[bool] = False
 
     full: bool = setting(False, "train all weights, and not adapters", "on TRL")
     backward_rows: int = setting(
@@ -80,6 +81,7 @@ class TRLConfig(OnTRL, Config):
 
     program: ClassVar[str] = "-m extras.on_trl"
     makes_bank: ClassVar[bool] = False
+    needs_bank: ClassVar[bool] = True
     without: ClassVar[frozenset[str]] = frozenset(
         {"the first bank", "score_tokens", "checkpoint_above"}
     )
@@ -135,7 +137,9 @@ def settings_of(cfg: Any, words: Sequence[str], world: distributed.World) -> GRP
             f"of the number of processes, {world.size}"
         )
     share = solutions // world.size  # of a process
-    rows = max(n for n in range(1, min(share, cfg.backward_rows) + 1) if share % n == 0)
+    rows = min(share, cfg.backward_rows)  # in one backward pass
+    while share % rows:
+        rows -= 1
     parser = LayoutParser(GRPOConfig, allow_abbrev=False)
     parser.set_defaults(
         **{
@@ -331,9 +335,12 @@ class Trainer(GRPOTrainer):
             turns = [sizes[start : start + rows] for sizes in sizes_of_ranks]
             prompts = [job.prompt for job in turn] or [self.run.stops[:1]]
             prompts += prompts[:1] * (max(map(len, turns)) - len(prompts))
-            lengths, lefts = zip(*itertools.chain.from_iterable(turns))
-            room = rollout.context_limit(self.run.lm) - max(lengths)
-            self.draw_by(sampling, int(min(max(lefts), room)), max(lengths) + 1)
+            longest = limit = 0
+            for length, left in itertools.chain.from_iterable(turns):
+                longest = max(longest, length)
+                limit = max(limit, left)
+            room = rollout.context_limit(self.run.lm) - longest
+            self.draw_by(sampling, int(min(limit, room)), longest + 1)
             for job, ids in zip(turn, self._generate_single_turn(prompts, None, {}, 1)[0]):
                 job.ids = ids[: job.tokens_left]
             yield turn
@@ -417,7 +424,8 @@ class SGSDTrainer(Trainer):
         for A_T, roll in zip(A_BT, self.rolls):
             all_K = run.bank.retrieve(roll.problem, run.cfg.num_teachers, run.embed)
             pairs_K, contexts_K = sgsd.teacher_prompts(run, all_K, roll.problem, roll)
-            # Passes are collectives: a teacher that is left out leaves a row, which is not read.
+            # All ranks must make equally many passes, so we score a dummy row for each teacher that
+            # was left out.
             spare = [roll.prompt_ids] * (len(all_K) - len(pairs_K))
             logps = self.score([roll.prompt_ids, *contexts_K, *spare], roll.completion_ids)
             logpS_T = logps[0].requires_grad_()
@@ -468,7 +476,7 @@ class Loop(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         run = self.run
         run.optimizer = self.trainer.optimizer
-        for group in run.optimizer.param_groups:  # a checkpoint has that of its own --steps (S7)
+        for group in run.optimizer.param_groups:  # a checkpoint's rate is of its old --steps (S7)
             group["lr"] = run.cfg.learning_rate * ((run.cfg.steps - run.step) / run.cfg.steps)
         if run.cfg.uses_skill_bank:
             sgsd.begin_bank(run)
@@ -519,10 +527,8 @@ def load(
 ) -> None:
     """Replaces `lib.run.load_run`. trainer: its class. words: TRL's flags of the command line."""
     cfg = run.cfg
-    if not cfg.steps or ("bank" in cfg.rules() and run.bank is None):
-        raise ValueError(
-            "--steps must be above 0, and SGSD needs a --bank; sgsd.py --steps 0 makes one"
-        )
+    if cfg.needs_bank and run.bank is None:
+        raise ValueError("SGSD on TRL needs a --bank; sgsd.py --steps 0 makes one")
     if cfg.full and cfg.adapter:
         raise ValueError(f"--adapter {cfg.adapter}: with --full give whole weights, by --model")
     args = settings_of(cfg, words, run.world)

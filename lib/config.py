@@ -348,6 +348,11 @@ class Config(Common):
         free=True,
     )
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not (self.steps or self.makes_bank):
+            raise ValueError("--steps 0 makes a bank alone: this program makes none, sgsd.py does")
+
     @property
     def uses_skill_bank(self) -> bool:
         """Whether there is a bank: that of --bank, or one that the method makes first."""

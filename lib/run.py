@@ -75,7 +75,7 @@ class Run:
     signals: command.Signals = field(default_factory=command.Signals)
     clock: runlog.Stopwatch = field(default_factory=runlog.Stopwatch)  # times the present step
     metrics: list[dict] = field(default_factory=list)  # rows of this command's steps
-    left_out: bool = False  # whether a teacher was, as its prompt was too long
+    printed: set[str] = field(default_factory=set)  # lines of `print_once`
     track: Callable[[dict], object] | None = None  # sends a row to rank 0's tracker
 
     @classmethod
@@ -280,6 +280,9 @@ def leave_out_long(
     """
     context = rollout.context_limit(run.lm)
     room = min(run.cfg.max_prompt_tokens, context - reply)
+    held = f"the model's context of {context:.0f}"
+    if reply > 1:
+        held += f", less {reply} for a solution, which a smaller --max-new-tokens lowers"
     wanted = context - run.cfg.max_new_tokens
     lengths = [len(student_prompt(run, x.problem)) for x in run.problems]
     kept = [x for x, tokens in zip(run.problems, lengths) if tokens <= room]
@@ -287,8 +290,8 @@ def leave_out_long(
     short = sum(wanted < tokens <= room for tokens in lengths)
     line = (
         f"{long} of {len(run.problems)} problems are left out, as their prompts have more than "
-        f"{room:.0f} tokens (--max-prompt-tokens, or the model's context of {context:.0f}); of the "
-        f"others, that context leaves {short} fewer than --max-new-tokens"
+        f"{room:.0f} tokens (--max-prompt-tokens, or {held}); of the others, that context leaves "
+        f"{short} fewer than --max-new-tokens"
     )
     if not kept:
         raise ValueError(line)
@@ -306,13 +309,19 @@ def teacher_ids(run: Run, text: str, roll: Rollout) -> list[int] | None:
     context = rollout.context_limit(run.lm)
     if len(ids) + len(roll.completion_ids) <= context:
         return ids
-    if not run.left_out:
-        tqdm.write(
-            f"teachers are left out where the model's context of {context:.0f} tokens does not "
-            "hold their prompt with the solution (S35); this line comes once from each process"
-        )
-    run.left_out = True
+    print_once(
+        run,
+        f"teachers are left out where the model's context of {context:.0f} tokens does not hold "
+        "their prompt with the solution (S35)",
+    )
     return None
+
+
+def print_once(run: Run, line: str) -> None:
+    """Print a line, unless this process has printed it before in this run."""
+    if line not in run.printed:
+        run.printed.add(line)
+        tqdm.write(f"{line}; this line comes once from each process")
 
 
 # ------------------------------------------------------------------------------- decoding

@@ -139,9 +139,9 @@ def summarize(
 
     rows: the step's rows of rollouts.jsonl from all ranks, at least one. norm: the gradient's,
     before clipping; if it is not finite, the step counts as skipped. seconds: those of each part.
-    gb: peak memory, GiB. We leave out a mean support over no teachers, and where no row has gaps or
-    a mask their numbers; shares and other means over nothing are 0. A number of the method's own is
-    a mean over the rows that have it. ValueError as `joined` raises it.
+    gb: peak memory, GiB. We leave out numbers of supports over no teachers, and where no row has
+    gaps or a mask their numbers; shares and other means over nothing are 0. A number of the
+    method's own is a mean over the rows that have it. ValueError as `joined` raises it.
     """
     columns: dict[str, list[float]] = {"loss": []}
     columns |= {"success": [], "truncated": [], "no_answer": []}
@@ -219,9 +219,10 @@ def polarity_numbers(rows: list[dict]) -> dict[str, Any]:
         if supports and case in ("_success", "_failure"):  # for no teachers 0 would look balanced
             metrics[f"a_mean{case}"] = sum(supports) / len(supports)
             metrics[f"a_positive{case}"] = sum(a > 0 for a in supports) / len(supports)
-    sizes = torch.tensor(pooled(rows, "a") or [0.0]).abs()
-    for percent in (10, 50, 90):
-        metrics[f"abs_a_p{percent}"] = float(sizes.quantile(percent / 100))
+    if supports := pooled(rows, "a"):
+        sizes = torch.tensor(supports).abs()
+        for percent in (10, 50, 90):
+            metrics[f"abs_a_p{percent}"] = float(sizes.quantile(percent / 100))
     return metrics
 
 
@@ -292,7 +293,7 @@ def warnings_after(steps: Sequence[dict[str, Any]], cfg: Any) -> list[str]:
     if "eps_a" in cfg.rules() and not mean("rho_distilled") and not mean("rho_reversed"):
         cause = "no solution had a teacher: is the bank empty, or the model's context too short?"
         if mean("rho_ignored"):
-            size = statistics.median(row["abs_a_p50"] for row in steps)
+            size = statistics.median(row.get("abs_a_p50", 0.0) for row in steps)
             cause = f"the median size of a support is {size:.3g} nats, and --eps-a is {cfg.eps_a:g}"
         lines.append(
             f"no teacher was decided {beginning}, so nothing was learnt: {cause}; "

@@ -147,9 +147,10 @@ class Server:
             if usage.get("prompt_tokens", len(job.prompt)) != len(job.prompt):
                 raise ValueError(f"it read {usage['prompt_tokens']} tokens of {len(job.prompt)}")
             is_whole = reason == "stop" or (reason == "length" and len(ids) == job.tokens_left)
-            if not is_whole or len(ids) > job.tokens_left or {*map(type, ids)} - {int}:
+            are_ids = all(type(i) is int for i in ids)
+            if not is_whole or len(ids) > job.tokens_left or not are_ids:
                 raise ValueError(f"{len(ids)} of {job.tokens_left} token_ids, ended by {reason}")
-            if reason == "stop" and not {*ids[-1:]} & {*self.stops}:
+            if reason == "stop" and (not ids or ids[-1] not in self.stops):
                 ids = [*ids, *self.stops[:1]]  # some servers leave out the stop id
             job.ids = ids
             job.tokens_left = 0

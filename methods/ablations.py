@@ -113,11 +113,10 @@ def losses(
     is_eq14 = cfg.objective == "gate" and not cfg.support_top_k
     problem = with_answer(x, cfg.teacher_field) if cfg.answer_pi else x.problem
     for roll in rolls_1:
-        pairs_K, contexts_K = sgsd.teacher_prompts(run, pairs_K, problem, roll)  # line 6
-        alpha_K = sgsd.pair_weights(run, pairs_K)  # line 5
-        scored = (
-            gate_losses if is_eq14 or not pairs_K else divergence_losses
-        )  # alike for no teacher
+        used_K, contexts_K = sgsd.teacher_prompts(run, pairs_K, problem, roll)  # line 6
+        alpha_K = sgsd.pair_weights(run, used_K)  # line 5
+        # Without teachers the losses are empty; only the gate's function takes no prompts at all.
+        scored = gate_losses if is_eq14 or not used_K else divergence_losses
         ids_T = torch.tensor(roll.completion_ids, device=run.device)
         mask_T = sgsd.token_mask(ids_T, run.masked_ids if cfg.token_mask else [])
         ell_KT, gap_KT = scored(run, roll, contexts_K, mask_T)  # lines 9, 10 and 12
@@ -131,7 +130,7 @@ def losses(
         if is_eq14:  # Eq. 20 describes no other loss
             credit_KT = sgsd.token_credit(gap_KT, mask_T, alpha_K, rho_K, cfg.tau_g)
             result.token_numbers["credit"] = credit_KT
-        yield result._replace(pairs_K=pairs_K)
+        yield result._replace(pairs_K=used_K)
 
 
 def gate_losses(
@@ -193,8 +192,9 @@ def chosen_pairs(run: Run, step: int, x: Problem, draw: random.Random) -> list[S
     """
     cfg = run.cfg
     if cfg.retrieval == "random":
-        lists = run.bank.general_skills, run.bank.common_mistakes
-        drawn = [draw.sample(entries, min(cfg.num_teachers, len(entries))) for entries in lists]
+        drawn = []
+        for entries in (run.bank.general_skills, run.bank.common_mistakes):
+            drawn.append(draw.sample(entries, min(cfg.num_teachers, len(entries))))
         return [SkillPair(skill, mistake, 0.0, 0.0) for skill, mistake in zip(*drawn)]
     if cfg.retrieval == "donor":
         others = [other for other in run.problems if other.id != x.id]
@@ -207,10 +207,13 @@ def chosen_pairs(run: Run, step: int, x: Problem, draw: random.Random) -> list[S
 def as_shown(entry: dict, key: str, skill_text: str, draw: random.Random) -> dict:
     """The entry with what --skill-text leaves of its three fields."""
     fields = KINDS[key].fields
-    if skill_text == "shuffled":
-        words = {name: entry[name].split() for name in fields}
-        return entry | {name: " ".join(draw.sample(w, len(w))) for name, w in words.items()}
-    return entry | dict.fromkeys(fields[FIELDS_SHOWN[skill_text] :], "")
+    if skill_text != "shuffled":
+        return entry | dict.fromkeys(fields[FIELDS_SHOWN[skill_text] :], "")
+    shown = dict(entry)
+    for name in fields:
+        words = entry[name].split()
+        shown[name] = " ".join(draw.sample(words, len(words)))
+    return shown
 
 
 def teacher_policy(run: Run) -> contextlib.AbstractContextManager:

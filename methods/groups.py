@@ -24,8 +24,8 @@ tensors by name, each of them optional.
     credit         [K, T]  colours the tokens
     any other      [T] or [K, T]   logged
 
-A name that a row or a metric has already is a ValueError in the first step. A method that leaves
-teachers out (`sgsd.teacher_prompts`) adds a fourth item: the pairs of those that it has.
+A name that a row or a metric has already is a ValueError in the first step. If a method leaves out
+some teachers (`sgsd.teacher_prompts`), it yields the pairs of the others as a fourth item.
 
 Dimension key: G solutions of a problem, K teachers, T completion tokens.
 """
@@ -40,10 +40,10 @@ from torch import Tensor
 import rollout
 import sgsd
 import skills
-from lib import command, problems
+from lib import problems
 from lib.config import Config, setting
 from lib.problems import Problem
-from lib.run import Run
+from lib.run import Run, print_once
 from rollout import Job, Rollout
 from sgsd import RolloutLoss
 from skills import SkillPair
@@ -79,17 +79,25 @@ def rewards(rolls_G: Sequence[Rollout]) -> Tensor:
     return torch.tensor([float(sgsd.reward(roll)) for roll in rolls_G])
 
 
-def student_prompt(run: Run, x: Problem, pairs_K: Sequence[SkillPair]) -> list[int]:
-    """The student's prompt, with the skills of these pairs (S17); without pairs as in SGSD.
+def prompt_with_skills(
+    run: Run, x: Problem, pairs_K: list[SkillPair]
+) -> tuple[list[int], list[SkillPair]]:
+    """The student's prompt with the skills of these pairs (S17), and the pairs that it shows.
 
-    UserError if it fills the model's context.
+    If it has more than --max-prompt-tokens, or leaves no room in the model's context, we leave out
+    the last pair, and so on. The plain prompt always fits: other problems are left out (S35).
     """
+    room = min(run.cfg.max_prompt_tokens, rollout.context_limit(run.lm) - 1)
     text = skills.render_skills(pairs_K, x.problem)
     ids = rollout.chat_ids(run.tokenizer, text, thinking=run.cfg.student_prefix)
-    if len(ids) >= rollout.context_limit(run.lm):
-        line = f"problem {x.id}: with {len(pairs_K)} pairs its prompt has {len(ids)} tokens"
-        raise command.UserError(f"{line}, which fill the model's context; lower --num-teachers")
-    return ids
+    if len(ids) <= room or not pairs_K:
+        return ids, pairs_K
+    print_once(
+        run,
+        "a student's last pairs are left out where its prompt would be longer than "
+        "--max-prompt-tokens, or fill the model's context (S35)",
+    )
+    return prompt_with_skills(run, x, pairs_K[:-1])
 
 
 def nearest(run: Run, step: int, x: Problem) -> list[SkillPair]:
@@ -104,7 +112,8 @@ def step_jobs(
 ) -> tuple[list[Job], list[list[SkillPair]]]:
     """This rank's share of the minibatch: the jobs, G for each problem, and each problem's pairs.
 
-    The index of a problem's i-th job is its place in the minibatch times G, plus i.
+    The index of a problem's i-th job is its place in the minibatch times G, plus i. If the student
+    reads skills, the pairs are those that its prompt has.
     """
     cfg = run.cfg
     G = cfg.generations
@@ -114,7 +123,10 @@ def step_jobs(
     for place in range(run.world.rank, len(batch), run.world.size):
         x, epoch = batch[place]
         pairs_K = retrieve(run, step, x)
-        prompt = student_prompt(run, x, pairs_K if shows_skills else [])
+        if shows_skills:
+            prompt, pairs_K = prompt_with_skills(run, x, pairs_K)
+        else:
+            prompt = sgsd.student_prompt(run, x.problem)
         for i in range(G):
             key = rollout.sample_key(cfg.seed, step, x.id, epoch * G + i)
             jobs.append(Job(place * G + i, prompt, key=key, tokens_left=cfg.max_new_tokens, x=x))

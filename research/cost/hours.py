@@ -36,6 +36,7 @@ from research.markdown_table import head_of, row_of
 COMPUTE, TOKEN_S, ENGINE = 2.1, 0.030, 2.0
 PLAIN, GUIDED, SKILLED = 200, 400, 1200  # tokens of a student's, a teacher's prompt, of --skills'
 GPUS = 8  # §4.1
+DEFAULTS = config.Config()
 ENCODER = 2.4e9  # bytes of 0.6 billion weights in fp32
 # Tokens of an extraction's prompt, counted once with Qwen3's tokenizer; and of the merges of
 # Qwen3-1.7B's candidates when nothing merges, as bank_scale.py of commit 1e50ec6 counts them:
@@ -217,9 +218,8 @@ def learning(c: Counts, card: Card, n: int, predicted: int, rows: float) -> Hour
     return passes(c, card, flops, 4 * rows * c.fp32(n), 3 * rows * c.weights)
 
 
-def step(c: Counts, card: Card, gpus: int) -> Hours:
+def step(c: Counts, card: Card, gpus: int, cfg: config.Config = DEFAULTS) -> Hours:
     """A step of SGSD; where an engine samples, it is a step on TRL."""
-    cfg = config.Config()
     T, rows = cfg.max_new_tokens, cfg.batch_size / gpus
     teachers, n = rows * cfg.num_teachers, GUIDED + T
     scoring = passes(c, card, teachers * c.forward(n, T), teachers * c.fp32(n), rows * c.weights)
@@ -227,18 +227,25 @@ def step(c: Counts, card: Card, gpus: int) -> Hours:
     return sampling + scoring + learning(c, card, PLAIN + T, T, rows)
 
 
-def grpo_step(c: Counts, card: Card, gpus: int, most: int, T: int, lengths: Lengths) -> Hours:
+def grpo_step(
+    c: Counts,
+    card: Card,
+    gpus: int,
+    most: int,
+    T: int,
+    lengths: Lengths,
+    cfg: config.Config = DEFAULTS,
+) -> Hours:
     """A step of GRPO, of at most T tokens."""
-    jobs = jobs_of(PLAIN, T, config.Config().batch_size * GRPOConfig.generations, lengths)
+    jobs = jobs_of(PLAIN, T, cfg.batch_size * GRPOConfig.generations, lengths)
     total = drawing(c, card, jobs, gpus, most)
     for row in jobs:
         total += learning(c, card, PLAIN + row.length, row.length, 1 / gpus)
     return total
 
 
-def replies(c: Counts, card: Card, gpus: int, count: int) -> Hours:
+def replies(c: Counts, card: Card, gpus: int, count: int, cfg: config.Config = DEFAULTS) -> Hours:
     """Extractions from so many solutions."""
-    cfg = config.Config()
     return drawing(
         c, card, jobs_of(MEMORY, cfg.reply_tokens, count), gpus, cfg.rollout_rows or 64, True
     )
@@ -260,9 +267,8 @@ def small_bank(c: Counts, card: Card) -> Hours:
     return drawing(c, card, jobs_of(PLAIN, T, 32), 1) + replies(c, card, 1, 32) + 4 * layer
 
 
-def evolution(c: Counts, card: Card, gpus: int) -> Hours:
-    cfg = config.Config()
-    hours = replies(c, card, gpus, cfg.evolve_every * cfg.batch_size)
+def evolution(c: Counts, card: Card, gpus: int, cfg: config.Config = DEFAULTS) -> Hours:
+    hours = replies(c, card, gpus, cfg.evolve_every * cfg.batch_size, cfg)
     return hours[[0, 1, 1]]  # always with generate
 
 

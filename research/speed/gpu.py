@@ -1,13 +1,15 @@
 """What must be checked on a GPU, step by step, logged to a folder; a failed step does not end it.
 
-    python research/speed/gpu.py OUT          large.py decode and attention; then tests, runs of
-                                              tiny, bench.py --cuda, the rest of large.py
+    python research/speed/gpu.py OUT          first_minutes.py, in twelve minutes; large.py decode
+                                              and attention; then tests, runs of tiny, bench.py
+                                              --cuda, the rest of large.py
     python research/speed/gpu.py OUT --cpu    the same in small without a GPU, to rehearse it
 
 Two runs with one seed in fp32 should sample the same ids; the last line counts those that do. A
 step may take nine minutes, and --steps names those of a call. A step's output goes to OUT/STEP.txt,
-and the last table, each step with its exit code and its seconds, to the terminal. Real learning is
-a command of its own, `research/real_model/real_world.py`.
+and two tables to the terminal: what the first minutes took and were expected to take, and each step
+with its exit code and its seconds. Real learning is a command of its own,
+`research/real_model/real_world.py`.
 """
 
 import argparse
@@ -21,7 +23,13 @@ import time
 from collections.abc import Sequence
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from research.markdown_table import head_of
+
 LIMIT = 540  # seconds of a step
+FIRST = ("model", "sgsd", "grpo", "eval")  # the commands of first_minutes.py
+COLUMNS = ("command", "part", "s", "expected s", "sampled tokens/s", "peak GiB")
 RUNS = {"bf16": ("bfloat16", 30), "fp32": ("float32", 5), "fp32_again": ("float32", 5)}
 
 
@@ -32,7 +40,12 @@ def commands(out: pathlib.Path, device: str) -> dict[str, list[str]]:
     for mode in ("decode", "attention", "masks", "step", "rows", "row"):
         words = ["research/speed/large.py", mode]
         large[f"large_{mode}"] = [*words, "--cpu"] if in_small else words
-    steps_of = {name: large.pop(name) for name in ("large_decode", "large_attention")}
+    steps_of = {}
+    for name in FIRST:
+        words = ["research/speed/first_minutes.py", name, f"{out}/first"]
+        steps_of[f"first_{name}"] = [*words, "--cpu"] if in_small else words
+    for name in ("large_decode", "large_attention"):
+        steps_of[name] = large.pop(name)
     steps_of["tests"] = ["-m", "pytest", "-q", "research/speed/test_device.py"]
     for name, (dtype, steps) in RUNS.items():
         run = ["sgsd.py", "--preset", "tiny", "--device", device, "--dtype", dtype]
@@ -88,7 +101,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         first, again = ids_of(out / "fp32"), ids_of(out / "fp32_again")
         lines.append(f"\nfp32 twice: {sum(a == b for a, b in zip(first, again))} of {len(first)}")
         lines[-1] += " rollouts have the same ids"
-    print("\n".join(["| step | exit code | seconds |", "|---|---|---|", *lines]))
+    first = head_of(COLUMNS)
+    for name in FIRST:
+        log = out / f"first_{name}.txt"
+        if log.exists():
+            first += [line for line in log.read_text().splitlines() if line.startswith("| ")]
+    print("\n".join([*first, "", *head_of(["step", "exit code", "seconds"]), *lines]))
 
 
 if __name__ == "__main__":

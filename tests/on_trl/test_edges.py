@@ -121,7 +121,7 @@ def refused(world_dir, tmp_path):
 
 REFUSED = [  # settings, TRL's words, and words of the line
     ({"bank": ""}, "", "--bank sgsd.py"),
-    ({"steps": 0}, "", "--steps"),
+    ({"steps": 0}, "", "--steps sgsd.py"),
     ({"batch_size": 1}, "", "--batch-size"),
     ({"cold_start": 8}, "", "--cold-start"),
     ({"full": True, "adapter": "x"}, "", "--adapter --model"),
@@ -148,6 +148,12 @@ MODELS = [  # a kind of model, what becomes of its last norm, and words of the l
     ("gpt2", None, "left padding"),
     ("qwen2_moe", None, "experts --full"),
 ]
+
+
+def test_a_context_that_holds_no_solution_is_refused_by_the_setting_that_helps(refused, tmp_path):
+    """TRL asks of the context that it holds the longest solution behind each prompt (S35)."""
+    folder = conftest.save_model(tmp_path / "lm", max_position_embeddings=150)
+    refused("12 of 12 150, less 48 --max-new-tokens", model=folder, max_new_tokens=48)
 
 
 @pytest.mark.parametrize("kind, change, said", MODELS)

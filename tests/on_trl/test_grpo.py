@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 import distributed
 import rollout
+import sgsd
 from extras import grpo_on_trl, on_trl
 from lib import command, config, model, problems, verify
 from methods import groups, grpo
@@ -122,7 +123,7 @@ def groups_of(student, cfg, step, rows):
     batch, jobs = problems.minibatch(student.problems, cfg.batch_size, step, cfg.seed), []
     for b, row in enumerate(rows):
         x = batch[b // cfg.generations][0]
-        prompt = groups.student_prompt(run, x, [])
+        prompt = sgsd.student_prompt(run, x.problem)
         jobs.append(rollout.Job(b, prompt, 0, 0, x, row["completion"]))
     stops = rollout.stop_ids(student.lm, student.tokenizer)
     (judged,) = rollout.rollouts(student.tokenizer, stops, student.judge, [jobs])
@@ -218,7 +219,7 @@ def test_its_settings_and_stop_ids_are_those_of_the_method(world_dir, tmp_path):
 
 REFUSED = [  # settings, TRL's words, and words of the line
     ({"bank": "b.json"}, "", "--bank"),
-    ({"steps": 0}, "", "--steps"),
+    ({"steps": 0}, "", "--steps this program makes none"),
     ({"max_prompt_tokens": 20}, "", "--max-prompt-tokens"),
     ({"full": True, "dtype": "bfloat16"}, "", "--dtype float32"),
     ({}, "--learning_rate 1", "--learning_rate"),

@@ -2,16 +2,17 @@
 
 import math
 
+import driver
 import pytest
 import small_run
 import torch
-from conftest import one_line, same, t
+from conftest import one_line, same, save_model, t, watched
 from method_steps import assert_gradients, logprobs_of, one_step
 from small_run import parsed
 
-import scoring
+import rollout
 import skills
-from lib import config
+from lib import config, model
 from methods import groups, grpo
 
 
@@ -71,12 +72,54 @@ def test_the_gradient_of_grpo_is_the_policy_gradient(method, world_dir, tmp_path
     assert_gradients(got, run, total)
 
 
-def test_a_group_whose_rewards_are_equal_is_not_scored(world_dir, tmp_path, monkeypatch):
-    monkeypatch.setattr(scoring, "token_logprobs", lambda *_, **__: pytest.fail("it is scored"))
-    changes = {"generations": 3, "batch_size": 2, "verifier": "small_run:Exact"}
-    _, of_step, gradients = one_step(world_dir, tmp_path / "run", "grpo", **changes)
-    assert {(row["r"], row["loss"], row["mixed"]) for row in of_step} == {(-1, 0, 0)}
-    assert not any(gradient.any() for gradient in gradients)
+@pytest.mark.parametrize("verifier", ["small_run:Exact", "method_steps:TwoOfThree"])
+def test_a_group_whose_rewards_are_equal_is_not_scored(verifier, world_dir, tmp_path):
+    """A pass that scores has prompt and solution; one that decodes has the prompt or a token."""
+    changes = {"generations": 3, "batch_size": 2, "verifier": verifier, "bank": ""}
+    with small_run.opened(world_dir, tmp_path / "run", grpo.GRPOConfig, **changes) as run:
+        with watched(model.causal_lm(run.lm).base_model) as passes:
+            of_step, norm = grpo.train_step(run, 1)
+    of_mixed = [row["mixed"] for row in of_step if row["loss"]]
+    assert len(of_mixed) == (0 if verifier == "small_run:Exact" else 6) == sum(of_mixed)
+    longest = max(len(row["prompt_ids"]) for row in of_step)
+    assert sum(width > longest for _, width in passes) == len(of_mixed)
+    assert bool(norm) == bool(of_mixed)
+
+
+@pytest.mark.parametrize("method", ["grpo", "opsd"])
+@pytest.mark.parametrize("limit", ["context", "max_prompt_tokens"])
+def test_the_last_pairs_are_left_out_until_the_prompt_fits(
+    limit, method, world_dir, tmp_path, capsys
+):
+    """S35. Of three pairs one is shown: the row names it, and a line says so once."""
+    program, config_class = small_run.METHODS[method]
+    bank = skills.SkillBank.load(world_dir / "bank.json")
+    with small_run.opened(world_dir, tmp_path / "a", config_class, steps=1) as run:
+        best = {x.problem: bank.retrieve(x.problem, 3, run.embed) for x in run.problems}
+
+    def prompt_of(problem, count):
+        text = skills.render_skills(best[problem][:count], problem)
+        return rollout.chat_ids(run.tokenizer, text, thinking=run.cfg.student_prefix)
+
+    most = max(len(prompt_of(problem, 1)) for problem in best)
+    assert most < min(len(prompt_of(problem, 2)) for problem in best)
+    changes = {"max_prompt_tokens": most}
+    if limit == "context":
+        folder = save_model(tmp_path / "model", max_position_embeddings=most + 1)
+        changes = {"model": str(folder)}
+    with small_run.opened(world_dir, tmp_path / "b", config_class, **changes) as run:
+        of_step, _ = program.train_step(run, 1)
+    for row in of_step:
+        first = best[row["problem"]][0]
+        assert row["pairs"] == [[first.skill["skill_id"], first.mistake["mistake_id"]]]
+        assert row["prompt_ids"] == prompt_of(row["problem"], 1)
+    assert capsys.readouterr().out.count("pairs are left out") == 1
+
+
+def test_no_steps_are_refused_where_there_is_no_bank_to_make(world_dir, tmp_path):
+    argv = small_run.flags(world_dir, tmp_path / "run", steps=0, bank="")
+    driver.refused(small_run.main, ["grpo", *argv], "--steps 0")
+    assert not (tmp_path / "run").exists()
 
 
 def test_no_two_solutions_of_a_problem_that_comes_twice_have_one_draw(world_dir, tmp_path):
