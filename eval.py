@@ -364,7 +364,7 @@ def samples_of(
                 key = rollout.sample_key(cfg.seed, 0, x.problem, number)
                 digest = files.digest(settings, prompt, key, judged_by(x, cfg))
                 row = {"set": name, "id": x.id, "sample": number, "digest": digest}
-                job = Job(len(samples), prompt, key=key, tokens_left=cfg.max_new_tokens, x=x)
+                job = Job(len(samples), prompt, key=key, x=x)
                 samples.append(Sample(row, job))
     return samples
 
@@ -393,7 +393,7 @@ def draw(
             lm, tokenizer, stream, engine = load_policy(policy, cfg, world, loaded)
             stops = rollout.stop_ids(lm, tokenizer)
         distributed.barrier(world)  # until all ranks have loaded it
-        sampling = rollout.Sampling(temperature=cfg.temperature, top_p=cfg.top_p, top_k=cfg.top_k)
+        sampling = rollout.Sampling(cfg.temperature, cfg.top_p, cfg.top_k, cfg.max_new_tokens)
 
         def work(jobs_of_rank: list[Job]) -> Iterator[list[tuple[Job, Rollout]]]:
             turns = stream(jobs_of_rank, sampling, cfg.rows)

@@ -285,7 +285,7 @@ class RolloutLoss(NamedTuple):
     loss: Tensor  # a scalar; it has no graph where all teachers are ignored: its gradient is 0
     numbers: dict[str, Tensor]  # for the rollout's row of rollouts.jsonl
     token_numbers: dict[str, Tensor]  # [T] or [K, T], for its row of tokens.jsonl
-    pairs_K: Sequence[SkillPair] | None = None  # of its teachers; None: all that were retrieved
+    pairs_K: Sequence[SkillPair] | None = None  # those that it was made with, for its row
 
 
 def reward(roll: Rollout) -> float:
@@ -363,7 +363,7 @@ def step_jobs(run: Run, step: int) -> list[Job]:
         x, epoch = batch[index]
         key = rollout.sample_key(cfg.seed, step, x.id, epoch)
         prompt = student_prompt(run, x.problem)
-        jobs.append(Job(index, prompt, key=key, tokens_left=cfg.max_new_tokens, x=x))
+        jobs.append(Job(index, prompt, key=key, x=x))
     return jobs
 
 
@@ -376,7 +376,7 @@ def solve(run: Run, jobs: list[Job]) -> list[Rollout]:
     the limit has cut them.
     """
     cfg = run.cfg
-    sampling = Sampling(temperature=cfg.temperature, top_p=cfg.top_p, top_k=cfg.top_k)
+    sampling = Sampling(cfg.temperature, cfg.top_p, cfg.top_k, cfg.max_new_tokens)
     turns = run.stream(jobs, sampling, cfg.rollout_rows or max(1, len(jobs)))
     roll_of: dict[int, Rollout] = {}
     for judged in rollout.rollouts(run.tokenizer, run.stops, run.verifier, turns):
@@ -427,7 +427,7 @@ def train_step(run: Run, step: int) -> tuple[list[dict], float]:
         if result.loss.requires_grad:  # else its gradient is 0
             # We divide by the *global* batch, because ranks sum their gradients.
             (result.loss / cfg.batch_size).backward()
-        rows.append(log_row(run, step, job.index, pairs_K, roll, result))
+        rows.append(log_row(run, step, job.index, roll, result))
         run.clock.lap("bwd")
     norm = optimizer_step(run, step)  # line 16
     return rows, norm
@@ -468,21 +468,12 @@ def result_of(loss: Tensor, numbers: dict[str, Tensor]) -> RolloutLoss:
     return RolloutLoss(loss, numbers, of_tokens)
 
 
-def log_row(
-    run: Run,
-    step: int,
-    index: int,
-    pairs_K: Sequence[SkillPair],
-    roll: Rollout,
-    result: RolloutLoss,
-) -> dict:
+def log_row(run: Run, step: int, index: int, roll: Rollout, result: RolloutLoss) -> dict:
     """One rollout's row of rollouts.jsonl. In an audited step, "audit" is its row of tokens.jsonl.
 
-    index: the rollout's place among all rollouts of the step. pairs_K: those that were retrieved.
+    index: the rollout's place among all rollouts of the step.
     """
-    r = reward(roll)
-    pairs_K = pairs_K if result.pairs_K is None else result.pairs_K
-    row = runlog.rollout_row(step, index, pairs_K, roll, r, result, run.cfg.c_delta)
+    row = runlog.rollout_row(step, index, roll, reward(roll), result, run.cfg.c_delta)
     every = run.cfg.audit_every
     if every and (step == 1 or step % every == 0):
         row["audit"] = runlog.token_row(step, index, roll, result, run.tokenizer)
@@ -542,11 +533,10 @@ def seed_memories(run: Run, seeds: Sequence[Problem]) -> list[dict]:
     for x in seeds:
         if x.id not in memories:
             key = rollout.sample_key(cfg.seed, 0, x.id)
-            limit = cfg.cold_start_tokens
             text = skills.render("seed_problem", {"problem": x.problem})
             prompt = rollout.chat_ids(run.tokenizer, text, thinking=thinking)
-            jobs.append(Job(len(jobs), prompt, key=key, tokens_left=limit, x=x))
-    sampling = Sampling(temperature=cfg.cold_start_temperature, top_p=0.95, top_k=0)
+            jobs.append(Job(len(jobs), prompt, key=key, x=x))
+    sampling = Sampling(cfg.cold_start_temperature, 0.95, 0, cfg.cold_start_tokens)
     for judged in shared_rollouts(run, jobs, sampling):
         fresh = []
         for _, roll in judged:

@@ -355,6 +355,16 @@ class Config(Common):
         """Whether there is a bank that evolves."""
         return self.uses_skill_bank and self.evolve_every > 0
 
+    @property
+    def has_polarity(self) -> bool:
+        """Whether --eps-a decides which teachers count. A method without it has its own rule."""
+        return "eps_a" in self.rules()
+
+    @property
+    def masks_tokens(self) -> bool:
+        """Whether the token mask leaves formatting tokens out (S2)."""
+        return self.has_polarity
+
 
 @dataclass(frozen=True)
 class EvalConfig(Common):

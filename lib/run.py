@@ -63,7 +63,7 @@ class Run:
     skipped: int = 0  # steps in a row, up to that one, whose gradient was not finite
     memories: dict[str, dict] = field(default_factory=dict)  # from a killed cold start, by problem
     # What each rank loads.
-    verifier: Any = None  # a `verify.Judge`
+    verifier: verify.Judge
     lm: Any = None  # the policy: a causal language model with adapters
     tokenizer: Any = None
     stream: Any = None  # a `Stream`: decodes completions of the policy, by `generate`
@@ -85,7 +85,7 @@ class Run:
         cfg: Config,
         load_bank: Callable[..., Any],
         student_prompt: Callable[[Any, str], list[int]],
-        load: Callable[[Any, contextlib.ExitStack], None] | None = None,
+        load: Callable[[Any], None] | None = None,
     ) -> Iterator[Self]:
         """Open the run of --out, new or to be continued, with its logs cut to the last checkpoint.
 
@@ -98,21 +98,23 @@ class Run:
         """
         signals = command.Signals()
         signals.install()  # from here on Ctrl-C ends the command at once
-        with contextlib.ExitStack() as held:
+        with contextlib.ExitStack() as at_exit:  # closes the verifier and unlocks the folder
             with command.one_line_errors(cfg.program, *command.GIVEN):
                 world = distributed.init(cfg.device)
                 refuse_other_processes(cfg, world)
                 read = None
                 if world.main:
                     refuse_other_files(cfg)
-                    held.enter_context(files.locked(pathlib.Path(cfg.out)))
+                    at_exit.enter_context(files.locked(pathlib.Path(cfg.out)))
                     read = read_state(cfg, world, load_bank)
                 state = distributed.broadcast(read, world)
-                run = cls(cfg=cfg, world=world, signals=signals, **state)
+                verifier = verify.load_judge(cfg.verifier)(cfg.verify_timeout)
+                at_exit.enter_context(verifier)
+                run = cls(cfg=cfg, world=world, verifier=verifier, signals=signals, **state)
                 if run.checkpoint:
                     with reading(run.checkpoint):
                         files.refuse_damaged(run.checkpoint, run.digests)
-                (load or load_run)(run, held)
+                (load or load_run)(run)
                 leave_out_long(run, student_prompt)
                 distributed.barrier(world)
                 if world.main:
@@ -154,7 +156,7 @@ class Run:
         self.track = runlog.open_tracker(self.out, self.manifest)  # it may fail
         learn = sum(p.numel() for p in model.trained(self.lm).values()) if self.cfg.steps else 0
         print(f"model {self.cfg.model}: {learn:,} of {self.lm.num_parameters():,} parameters learn")
-        if "eps_a" in self.cfg.rules():  # the methods with a mask
+        if self.cfg.masks_tokens:
             masked = sorted(self.masked_ids)
             texts = " ".join(repr(self.tokenizer.decode([i])) for i in masked[:40])
             print(f"token mask: {len(masked)} formatting and special ids (S2): {texts}")
@@ -379,7 +381,7 @@ def shared_replies(run: Run, prompts: list[str], repeats: list[int]) -> list[str
         limit = max(run.cfg.reply_tokens, len(ids) * 5 // 4)
         key = rollout.sample_key(run.cfg.seed, 0, prompt, repeat)
         if len(ids) < context:
-            jobs[again if repeat else first].append(Job(i, ids, key=key, tokens_left=limit))
+            jobs[again if repeat else first].append(Job(i, ids, key=key, limit=limit))
     cut = len(prompts) - sum(map(len, jobs.values()))  # those that are not asked
     replies = [""] * len(prompts)
     for sampling in jobs:
@@ -625,18 +627,14 @@ def reading(checkpoint: pathlib.Path | None) -> Iterator[None]:
 # ----------------------------------------------------------------------- loading, and the start
 
 
-def load_run(run: Run, held: contextlib.ExitStack) -> None:
-    """Load everything that bad input can break, without writing a file.
-
-    held: the exit stack that closes the verifier and the lock at the end.
-    """
+def load_run(run: Run) -> None:
+    """Load encoder, policy, adapters and optimizer, without writing a file."""
     cfg = run.cfg
     if cfg.server and cfg.adapter:
         raise ValueError(
             f"--server {' '.join(cfg.server)}: it samples the base, and --adapter begins with "
             "other weights; leave one of them out"
         )
-    run.verifier = held.enter_context(verify.load_judge(cfg.verifier)(cfg.verify_timeout))
     rank, alpha = lora_settings(run)
     if cfg.uses_skill_bank and cfg.steps:  # before the policy, which takes minutes
         run.embed = model.load_encoder(cfg.encoder, run.device)

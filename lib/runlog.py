@@ -70,7 +70,6 @@ def memory_gb(device: torch.device) -> float:
 def rollout_row(
     step: int,
     index: int,
-    pairs_K: Sequence[Any],
     roll: Any,
     reward: float,
     result: Any,
@@ -78,14 +77,14 @@ def rollout_row(
 ) -> dict[str, Any]:
     """One rollout's row of rollouts.jsonl.
 
-    index: its place in the global batch. pairs_K: its `SkillPair`s. result: its .loss, .numbers and
-    .token_numbers. The row has counts of the gaps `delta` and of the `mask`, if there are any;
-    without a mask every token counts. c_delta: the bound beyond which a gap counts as clipped.
-    ValueError as `joined` raises it.
+    index: its place in the global batch. result: its .loss, .numbers, .token_numbers and .pairs_K,
+    which are `SkillPair`s or None. The row has counts of the gaps `delta` and of the `mask`, if
+    there are any; without a mask every token counts. c_delta: the bound beyond which a gap counts
+    as clipped. ValueError as `joined` raises it.
     """
     row = {"index": index, "step": step, **asdict(roll), "reward": float(reward)}
     row |= {"pairs": [], "s_g": [], "s_e": []}
-    for pair in pairs_K:
+    for pair in result.pairs_K or ():
         row["pairs"].append([pair.skill["skill_id"], pair.mistake["mistake_id"]])
         row["s_g"].append(pair.s_g)
         row["s_e"].append(pair.s_e)
@@ -289,7 +288,7 @@ def warnings_after(steps: Sequence[dict[str, Any]], cfg: Any) -> list[str]:
         lines.append(
             f"no group had right and wrong solutions {beginning}, so nothing was learnt: {cause}"
         )
-    if "eps_a" in cfg.rules() and not mean("rho_distilled") and not mean("rho_reversed"):
+    if cfg.has_polarity and not mean("rho_distilled") and not mean("rho_reversed"):
         cause = "no solution had a teacher: is the bank empty, or the model's context too short?"
         if mean("rho_ignored"):
             size = statistics.median(row["abs_a_p50"] for row in steps)

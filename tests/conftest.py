@@ -197,7 +197,7 @@ def decoded(lm, jobs, rows, places=0):
     made, no_stops = [], types.SimpleNamespace(eos_token_id=lm.config.vocab_size)
     for i, (length, limit) in enumerate(jobs):
         prompt = [(17 * i + 31 * place) % 260 for place in range(length)]
-        made.append(rollout.Job(i, prompt, key=i, tokens_left=limit))
+        made.append(rollout.Job(i, prompt, key=i, limit=limit))
     turns = rollout.stream(lm, no_stops, made, rollout.Sampling(), rows, places)
     return {job.index: job.ids for job in itertools.chain.from_iterable(turns)}
 

@@ -91,8 +91,8 @@ CHANGES = {
         Change("u_B1, right=True)", "u_B1, right=False)", "spec/rollout by_hand"),
         Change("{seed}|{step}|{sample}|{name}", "{seed}|{step}|{name}", "spec/rollout draws_are"),
         Change(
-            "0 if token in stops else job.tokens_left - 1",
-            "job.tokens_left - 1",
+            "token in stops or job.tokens_left == 0",
+            "job.tokens_left == 0",
             "spec/rollout either_stop",
         ),
         Change("staying, width)", "staying, width + 1)", "spec/rollout qwen3"),
@@ -215,7 +215,7 @@ CHANGES = {
         Change(
             "dtype=torch.float32, output", "dtype=torch.bfloat16, output", "on_trl/gradient shards"
         ),
-        Change("job.ids = ids[: job.tokens_left]", "job.ids = ids", "on_trl/vllm greedy"),
+        Change("job.ids = ids[: job.limit]", "job.ids = ids", "on_trl/vllm greedy"),
         Change("job.prompt for job in turn] or", "[1] for job in turn] or", "on_trl/vllm greedy"),
     ],
 }
