@@ -516,10 +516,7 @@ def evaluate(cfg: EvalConfig, world: World) -> None:
         with command.one_line_errors(cfg.program, *command.GIVEN):
             # Rank 0 reads folders and data, and tells the others; each rank reads the models.
             policies = distributed.broadcast(find_policies(cfg) if world.main else None, world)
-            weights = digests_of_weights(policies)
-            flags = {config.flag(name): value for name, value in asdict(cfg).items()}
-            shared = {**flags, "--out": "", **weights}
-            distributed.refuse_other_commands(distributed.all_gather(shared, world))
+            weights = digests_of_weights(policies) if world.main else {}
             verifier = held.enter_context(verify.load_judge(cfg.verifier)(cfg.verify_timeout))
             sets = load_sets(cfg) if world.main else {}
             missing = prepare(policies, sets, weights, cfg, world, held) if world.main else None

@@ -242,9 +242,8 @@ def stream(
     causal = causal_lm(model)
     stops = stop_ids(model, tokenizer)
     was_training = model.training
-    context = context_limit(model)
     for job in jobs:
-        job.begin(sampling, context)
+        job.begin(sampling, context_limit(model))
     waiting = collections.deque(job for job in jobs if not job.done)
     running: list[Job] = []
     cache: Any = None  # of the running rows

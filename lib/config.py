@@ -110,8 +110,8 @@ class Common:
     def rules(cls) -> dict[str, Rule]:
         """The rule of each setting that has an effect in this class, in the order of --help.
 
-        A subclass that writes just another default keeps the rule. TypeError for a mistake in the
-        class that would make a default or a flag vanish.
+        A subclass that writes just another default keeps the rule. TypeError for a name that is no
+        setting, and for a default that would have no effect.
         """
         rules: dict[str, Rule] = {}
         for base in filter(is_dataclass, reversed(cls.__mro__)):
@@ -121,42 +121,18 @@ class Common:
                 for f in fields(base)
                 if f.metadata
             }
-        hidden = {name for name, rule in rules.items() if {name, rule.group} & cls.without}
-        refuse_mistakes(cls, rules, hidden)
+        for f in fields(cls):
+            if f.name not in rules:
+                fix = "mend the name, or write setting(...) behind it"
+                raise TypeError(f"{cls.__name__}.{f.name}: no setting; {fix}")
+            if getattr(cls, f.name) != f.default:  # it was written without a type
+                fix = "write its type behind the name, and @dataclass(frozen=True) above the class"
+                raise TypeError(f"{cls.__name__}.{f.name}: dataclasses ignore this default; {fix}")
         return {  # those of both programs behind a program's own
             name: rules[name]
             for name in sorted(rules, key=lambda name: hasattr(Common, name))
-            if name not in hidden
+            if not {name, rules[name].group} & cls.without
         }
-
-
-def refuse_mistakes(config_class: type[Common], rules: dict[str, Rule], hidden: set[str]) -> None:
-    """TypeError for a class of settings with a name, a default or a setting of no effect.
-
-    hidden: the settings that the class is `without`.
-    """
-    mistakes = {
-        "no setting; mend the name, or write setting(...) behind it": (
-            {f.name for f in fields(config_class)} - {*rules}
-        ),
-        "dataclasses ignore this default; write its type behind the name, and "
-        "@dataclass(frozen=True) above the class": (
-            {f.name for f in fields(config_class) if getattr(config_class, f.name) != f.default}
-        ),
-        "in `without`, and neither a setting nor a group": (
-            config_class.without - {*rules} - {rule.group for rule in rules.values()}
-        ),
-        "a setting that its own class is `without`": (
-            {
-                f.name
-                for f in fields(config_class)
-                if f.metadata and f.name in hidden & vars(config_class).keys()
-            }
-        ),
-    }
-    for mistake, names in mistakes.items():
-        for name in sorted(names):
-            raise TypeError(f"{config_class.__name__}.{name}: {mistake}")
 
 
 @dataclass(frozen=True)

@@ -101,10 +101,9 @@ class Run:
         with contextlib.ExitStack() as at_exit:  # closes the verifier and unlocks the folder
             with command.one_line_errors(cfg.program, *command.GIVEN):
                 world = distributed.init(cfg.device)
-                refuse_other_processes(cfg, world)
                 read = None
                 if world.main:
-                    refuse_other_files(cfg)
+                    stored_manifest(cfg)  # refuses a folder that is no run
                     at_exit.enter_context(files.locked(pathlib.Path(cfg.out)))
                     read = read_state(cfg, world, load_bank)
                 state = distributed.broadcast(read, world)
@@ -231,14 +230,8 @@ class Run:
 
 
 def evolution_is_due(run: Run) -> bool:
-    """Whether the bank must evolve now: F divides the last step, and its window is not empty (D9).
-
-    The window holds the rollouts since the evolution before; an evolution ends by emptying it. A
-    run that was killed on the way continues with the window of its checkpoint, so it is still due.
-    """
-    if not run.cfg.evolves or run.bank is None:
-        return False
-    return run.step % run.cfg.evolve_every == 0 and bool(run.bank.window)
+    """Whether the bank must evolve now, after the last step; `skills.evolution_is_due` decides."""
+    return run.bank is not None and run.bank.evolution_is_due(run.step, run.cfg.evolve_every)
 
 
 def should_stop(run: Run) -> bool:
@@ -401,24 +394,17 @@ def shared_replies(run: Run, prompts: list[str], repeats: list[int]) -> list[str
 # ------------------------------------------------- what rank 0 reads, before anything is loaded
 
 
-def refuse_other_processes(cfg: Config, world: World) -> None:
-    """ValueError unless all ranks have the same settings (--out aside), model files and code."""
-    if world.size > 1:
-        shared = {
-            **{config.flag(name): value for name, value in asdict(cfg).items() if name != "out"},
-            "the files of --model": files.tree_digest(cfg.model),
-            "the code": files.digest(code_of(cfg)),
-        }
-        distributed.refuse_other_commands(distributed.all_gather(shared, world))
-
-
-def refuse_other_files(cfg: Config) -> None:
-    """ValueError if the folder holds files that are not a run's."""
+def stored_manifest(cfg: Config) -> dict[str, Any]:
+    """The config.json of the run in --out; {} if it is empty, ValueError if it has other files."""
     out = pathlib.Path(cfg.out)
     names = sorted(path.name for path in out.glob("[!.]*"))
-    is_run = "config.json" in names and "program" in files.read_json(out / "config.json")
-    if names and not is_run:
+    stored = {}
+    if "config.json" in names:
+        parts = {"settings": dict, "continuations": list}
+        stored = files.read_json(out / "config.json", parts)
+    if names and "program" not in stored:
         raise ValueError(f"--out {out}: holds {names[0]}, and no run; give another directory")
+    return stored
 
 
 def load_training(cfg: Config) -> list[Problem]:
@@ -455,13 +441,13 @@ def new_manifest(cfg: Config, data: list[Problem], world: World) -> dict[str, An
         "settings": json.loads(json.dumps(settings)),  # tuples become lists
         # With all fields of a problem, because a verifier or a teacher may read them.
         "problems": files.digest([(x.id, x.problem, x.answer, x.extra) for x in data]),
-        "code": code_of(cfg),
+        "code": digest_of_code(cfg),
         "processes": world.size,
     }
 
 
-def code_of(cfg: Config) -> dict[str, str]:
-    """The sha256 of each file of code and each prompt that a run may depend on, by the file's name.
+def digest_of_code(cfg: Config) -> str:
+    """A digest of the code and the prompts that a run may depend on.
 
     Of code these are the project's modules that are imported, the file that was started, and the
     verifier's. Another file of yours in the project's folder changes nothing.
@@ -473,8 +459,7 @@ def code_of(cfg: Config) -> dict[str, str]:
         path = pathlib.Path(getattr(module, "__file__", None) or "")
         if ROOT in path.parents and "site-packages" not in path.parts:
             paths.append(path)
-    names = [str(path.relative_to(ROOT)) if ROOT in path.parents else path.name for path in paths]
-    return {name: files.file_digest(path) for name, path in sorted(zip(names, paths))}
+    return files.digest(sorted({files.file_digest(path) for path in paths}))
 
 
 def read_state(cfg: Config, world: World, load_bank: Callable[..., Any]) -> dict[str, Any]:
@@ -482,20 +467,19 @@ def read_state(cfg: Config, world: World, load_bank: Callable[..., Any]) -> dict
 
     ValueError if this command may not continue the folder's run.
     """
-    out = pathlib.Path(cfg.out)
+    runlog.load_tracker(cfg.report_to)
     data = load_training(cfg)
     manifest = new_manifest(cfg, data, world)
-    checkpoints = files.by_step(out / "checkpoints")
+    checkpoints = files.by_step(pathlib.Path(cfg.out, "checkpoints"))
     step = max(checkpoints, default=0)
     checkpoint = checkpoints.get(step)
     skipped = 0
     memories: dict[str, dict] = {}
-    if (out / "config.json").exists():
-        stored = files.read_json(out / "config.json")
-        if not (checkpoint or first_bank(cfg).exists()):
-            memories = memories_so_far(cfg, stored)
+    if stored := stored_manifest(cfg):
         manifest = continued(cfg, step, manifest, stored)
         skipped = skipped_so_far(cfg, step, stored)
+        if not (checkpoint or first_bank(cfg).exists()):
+            memories = memories_so_far(cfg, stored)
     digests: dict[str, str] = {}
     with reading(checkpoint):
         if checkpoint:
@@ -536,7 +520,7 @@ def memories_so_far(cfg: Config, stored: dict[str, Any]) -> dict[str, dict]:
     """The memories of a cold start that was killed, by problem. stored: its config.json."""
     out = pathlib.Path(cfg.out)
     memories = {}
-    for row in files.read_jsonl(out / "bank/memories.jsonl"):
+    for row, _ in files.rows_with(out / "bank/memories.jsonl", "problem_id", str):
         memories[row["problem_id"]] = row
     if memories and bool(cfg.server) != bool(stored["settings"].get("server")):
         raise ValueError(
@@ -553,11 +537,13 @@ def skipped_so_far(cfg: Config, step: int, stored: dict[str, Any]) -> int:
     """
     out = pathlib.Path(cfg.out)
     made = skipped = 0
-    for row, _ in files.rows_of_steps(out / "metrics.jsonl"):
+    for row, _ in files.rows_with(out / "metrics.jsonl", "step", int):
         made = row["step"]
         if made <= step:
             skipped = skipped + 1 if row.get("skipped") else 0
-    first = stored["settings"].get("checkpoint_every", cfg.checkpoint_every)
+    first = stored["settings"].get("checkpoint_every")
+    if type(first) is not int:
+        first = cfg.checkpoint_every
     if cfg.evolves:
         first = min(first, cfg.evolve_every)
     if made > first and not step:
@@ -585,7 +571,7 @@ def continued(
     for name, new in comparable(manifest).items():
         if new != before[name]:
             changed[name] = f"{name} {new!r}, where the run has {before[name]!r}"
-    may_differ = {"the number of processes"}
+    may_differ = {"the number of processes", "the code"}
     for name, rule in cfg.rules().items():
         if rule.free:
             may_differ.add(config.flag(name))
@@ -594,10 +580,6 @@ def continued(
         refused.append(f"--steps {cfg.steps}, where the run has made {step}")
     if refused:
         raise ValueError(f"--out {out}: {'; '.join(refused)}; give the run's value, or a new --out")
-    code = stored["code"]  # of an earlier version one digest: all files are named
-    edited = [name for name, x in manifest["code"].items() if name not in code or code[name] != x]
-    if edited:
-        changed["the code"] = f"the code: {', '.join(edited)}"
     again = {**runlog.provenance(), "step": step, "changed": [*changed.values()]}
     new = {name: manifest[name] for name in ("settings", "code", "processes")}
     return {**stored, **new, "continuations": [*stored["continuations"], again]}
@@ -610,6 +592,7 @@ def comparable(manifest: dict[str, Any]) -> dict[str, Any]:
         **{config.flag(name): value for name, value in manifest["settings"].items()},
         "the problems of --data": manifest["problems"],
         "the number of processes": manifest["processes"],
+        "the code": manifest["code"],
     }
 
 

@@ -218,8 +218,8 @@ def polarity_numbers(rows: list[dict]) -> dict[str, Any]:
         if supports and case in ("_success", "_failure"):  # for no teachers 0 would look balanced
             metrics[f"a_mean{case}"] = sum(supports) / len(supports)
             metrics[f"a_positive{case}"] = sum(a > 0 for a in supports) / len(supports)
-    sizes = torch.tensor(pooled(rows, "a") or [0.0]).abs()
-    for percent in (10, 50, 90):
+    sizes = torch.tensor(pooled(rows, "a")).abs()
+    for percent in (10, 50, 90) if len(sizes) else ():
         metrics[f"abs_a_p{percent}"] = float(sizes.quantile(percent / 100))
     return metrics
 
@@ -291,7 +291,7 @@ def warnings_after(steps: Sequence[dict[str, Any]], cfg: Any) -> list[str]:
     if cfg.has_polarity and not mean("rho_distilled") and not mean("rho_reversed"):
         cause = "no solution had a teacher: is the bank empty, or the model's context too short?"
         if mean("rho_ignored"):
-            size = statistics.median(row["abs_a_p50"] for row in steps)
+            size = statistics.median(row["abs_a_p50"] for row in steps if "abs_a_p50" in row)
             cause = f"the median size of a support is {size:.3g} nats, and --eps-a is {cfg.eps_a:g}"
         lines.append(
             f"no teacher was decided {beginning}, so nothing was learnt: {cause}; "
@@ -303,19 +303,26 @@ def warnings_after(steps: Sequence[dict[str, Any]], cfg: Any) -> list[str]:
 # ------------------------------------------------------------------------ trackers and provenance
 
 
+def load_tracker(report_to: str) -> Any:
+    """The package of --report-to, or None. ImportError if it is not installed."""
+    if report_to == "none":
+        return None
+    import wandb
+
+    return wandb
+
+
 def open_tracker(
     out: pathlib.Path, manifest: dict[str, Any]
 ) -> Callable[[dict[str, Any]], object] | None:
     """What sends a row of metrics.jsonl to Weights & Biases; None without --report-to.
 
-    out: the run's folder. manifest: its config.json, by whose id wandb continues a run. ImportError
-    if wandb is not installed.
+    out: the run's folder. manifest: its config.json, by whose id wandb continues a run.
     """
     settings = manifest["settings"]
-    if settings["report_to"] == "none":
+    wandb = load_tracker(settings["report_to"])
+    if not wandb:
         return None
-    import wandb
-
     given = {"name": out.name, "id": manifest["id"], "dir": str(out), "config": settings}
     wandb.init(project="sgsd", resume="allow", **given)
     return lambda m: wandb.log(m, step=m["step"])

@@ -128,6 +128,9 @@ CHANGES = {
             "if success > success_gate",
             "spec/algorithms alg4_lines_1",
         ),
+        Change(
+            "return bool(window) and evolve", "return evolve", "life/continue killed_everywhere"
+        ),
         Change("limited[larger].pop()", "limited[larger].pop(0)", "spec/algorithms alg4_line_13"),
         Change(
             '"lost_replies": lost + lost_in(layers),',
@@ -140,7 +143,6 @@ CHANGES = {
         Change("skipped + 1 if row.get", "skipped if row.get", "life/faults third_in_a_row"),
         Change("len(roll.completion_ids) <= context", "1 <= context", "spec/step left_out"),
         Change("sum(wanted < tokens", "sum(wanted <= tokens", "life/misuse long_problems"),
-        Change("== 0 and bool(run.bank.window)", "== 0", "life/continue killed_everywhere"),
         Change("replace(self.bank, window=[]).save(", "self.bank.save(", "life/continue goes_back"),
         Change("if rule.free:", "if rule:", "life/continue not_free"),
     ],
