@@ -56,8 +56,8 @@ def init(device: str = "auto") -> World:
     has_driver = os.path.exists("/proc/driver/nvidia/version") and not hidden
     needs_gpu = device == "cuda" or (device == "auto" and has_driver)
     if needs_gpu and not torch.cuda.is_available():
-        fix = "install the build of torch for its CUDA (see pytorch.org), or give --device cpu"
-        raise ValueError(f"--device {device}: torch {torch.__version__} finds no GPU; {fix}")
+        fix = "install the build of torch for its CUDA (see pytorch.org), or take the device cpu"
+        raise ValueError(f"device {device}: torch {torch.__version__} finds no GPU; {fix}")
     if device != "cpu" and torch.cuda.is_available():
         here = torch.device("cuda", local)
         torch.cuda.set_device(here)
@@ -90,7 +90,7 @@ def run_and_exit(main: Callable[[], int]) -> NoReturn:
     except SystemExit as e:
         code = e.code
     except torch.OutOfMemoryError as e:
-        fix = "lower what goes at a time (--help), or take more processes; then run it again"
+        fix = "lower what goes at a time (see --help); run the same command to continue"
         print(f"{str(e).partition('. ')[0]}: {fix}", file=sys.stderr, flush=True)
     except BaseException:
         traceback.print_exc()

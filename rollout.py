@@ -29,8 +29,8 @@ THINK = ("<think>", "</think>")
 TURN_TOKENS = {"cpu": 16}  # tokens per call of `generate`, 64 on a GPU; then finished rows leave
 FREE_PLACES = 64  # free places behind a layer's keys and values, for a turn's tokens or more
 READ_TOKENS = 16384  # limit of one prefill, with padding: its mask has rows x longest^2 numbers
-# Share of a GPU's memory for the cache and all that is allocated before it. By our arithmetic the
-# rest holds a prefill of 38,912 tokens (8B: 6 GB), the logits of 64 rows, a layer's second copy.
+# Share of a GPU's memory for weights and cache. The rest is for a prefill of 38,912 tokens (8B: 6
+# GB), the logits of 64 rows and a layer's second copy (estimated, not measured).
 MEMORY_SHARE = 0.8
 STATES = ("conv_states", "recurrent_states")  # a cache layer's dicts of states, whose size is fixed
 
@@ -313,7 +313,10 @@ def _decode(
     sampling: Sampling,
     stops: list[int],
 ) -> None:
-    """Add up to `steps` tokens to each job. The cache is empty, or lacks only jobs' last ids."""
+    """Add up to `steps` tokens to each job.
+
+    The cache is empty (prefill), or holds everything but each row's last token.
+    """
     width = _width(jobs)
     ids = []
     mask = []

@@ -148,7 +148,7 @@ def token_mask(ids_T: Sequence[int] | Tensor, masked_ids: Collection[int]) -> Te
 
 
 def zero_masked(x_KT: Tensor, mask_T: Tensor) -> Tensor:
-    """x_t where m_t = 1, else 0. (A product would keep a masked inf or nan.) [K, T]."""
+    """Set masked tokens to 0. (Multiplying would keep a masked inf or nan.) [K, T]."""
     return torch.where(mask_T.bool(), x_KT, 0)
 
 
@@ -457,8 +457,8 @@ def optimizer_step(run: Run, step: int) -> float:
 def result_of(loss: Tensor, numbers: dict[str, Tensor]) -> RolloutLoss:
     """A loss and its numbers, sorted by the log that they go to.
 
-    If all teachers are ignored, the gradient is 0: we drop the graph, so that no backward pass is
-    made. But a NaN keeps it: its gradient is NaN, too, and `optimizer_step` then skips the step.
+    If all teachers are ignored, the gradient is 0: without its graph the loss gets no backward
+    pass. A NaN keeps its graph: its gradient is NaN, too, so that the step is skipped.
     """
     if not numbers["rho"].any() and loss.isfinite():
         loss = loss.detach()
@@ -608,8 +608,8 @@ def train(run: Run, step_fn: Any = train_step) -> int:
     if cfg.uses_skill_bank:  # SGSD does, GRPO does not
         begin_bank(run)
     evolve_bank(run)  # only where a kill or a signal has left an evolution due
-    is_shown = run.world.main and sys.stderr.isatty()  # a log file has the steps' lines
-    for step in tqdm(range(run.step + 1, cfg.steps + 1), "train", disable=not is_shown):
+    has_bar = run.world.main and sys.stderr.isatty()  # in a log the steps' lines show progress
+    for step in tqdm(range(run.step + 1, cfg.steps + 1), "train", disable=not has_bar):
         run.clock = runlog.Stopwatch()
         run.signals.in_step = True  # from here to the save a first Ctrl-C waits
         rows, norm = step_fn(run, step)  # lines 2-16

@@ -332,7 +332,7 @@ def read_items(text: str, key: str) -> tuple[list[dict], bool]:
     """
     values, whole = _json_values(text)
     items: dict[tuple, dict] = {}
-    for value in values:  # we append to this list while walking it, to search what is nested, too
+    for value in values:  # we append to this list while walking it: nested values are searched too
         item = item_of(value, key)
         if item:
             items[tuple(item.values())] = item  # a duplicate counts once

@@ -23,14 +23,14 @@ def flags_that_differ(values: dict[str, Any], others: dict[str, Any]) -> list[st
 
 @dataclass(frozen=True)
 class Rule:
-    """What holds for a setting in every class that has it, whatever its default there."""
+    """Everything about a setting except its default, which a subclass may change."""
 
     help: str  # what the setting does, and its source
     group: str = "the method"  # the group of --help
     choices: tuple[str, ...] = ()
     least: float | None = None  # None: a number must be > 0
     most: float = math.inf
-    free: bool = False  # may change when a run or an evaluation continues
+    free: bool = False  # may change between two commands of a run, as no number depends on it
     brings: Mapping[str, Any] = field(default_factory=dict)  # other defaults, where it is given
     metavar: str = ""  # what --help calls a value; "": by the type
     value_type: Any = None  # the field's: bool, int, float, str or tuple
@@ -51,9 +51,9 @@ class Rule:
 def setting(default: Any, help: str, group: str = "the method", **rule: Any) -> Any:
     """A setting: its default, and its `Rule`. A subclass may write just another default.
 
-    free: no step and no sample depends on the setting, except through what we compare anyway, such
-    as a run's problems. brings: a flag and a preset override these defaults; of two settings that
-    bring the same one, the setting that is declared later wins.
+    free: may change between two commands of a run, because no number depends on it, except through
+    what we compare anyway, such as the problems. brings: a flag and a preset override these
+    defaults; of two settings that bring the same one, the setting that is declared later wins.
     """
     return field(default=default, metadata={"rule": Rule(help, group, **rule)})
 
@@ -62,7 +62,9 @@ def setting(default: Any, help: str, group: str = "the method", **rule: Any) -> 
 class Common:
     """The settings that training and evaluation share."""
 
-    without: ClassVar[frozenset[str]] = frozenset()  # groups and settings of no effect: no flags
+    without: ClassVar[frozenset[str]] = (
+        frozenset()
+    )  # settings, or whole groups, that it ignores: no flags
 
     device: str = setting(
         "auto",

@@ -216,7 +216,8 @@ class Run:
     def save_bank(self) -> None:
         """Rank 0 saves the bank that was made or evolved after the last step, changed or not.
 
-        We write the checkpoint's copy last: while that has a window, the evolution is still due.
+        We write the checkpoint's copy last. Until then it has its window, so that an evolution that
+        is killed is made again.
         """
         if self.world.main:
             self.bank.save(files.of_step(self.out / "bank", self.step, ".json"))
