@@ -101,12 +101,12 @@ class Run:
         with contextlib.ExitStack() as at_exit:  # closes the verifier and unlocks the folder
             with command.one_line_errors(cfg.program, *command.GIVEN):
                 world = distributed.init(cfg.device)
-                read = None
+                state: dict[str, Any] = {}
                 if world.main:
                     stored_manifest(cfg)  # refuses a folder that is no run
                     at_exit.enter_context(files.locked(pathlib.Path(cfg.out)))
-                    read = read_state(cfg, world, load_bank)
-                state = distributed.broadcast(read, world)
+                    state = read_state(cfg, world, load_bank)
+                state = distributed.broadcast(state, world)
                 verifier = verify.load_judge(cfg.verifier)(cfg.verify_timeout)
                 at_exit.enter_context(verifier)
                 run = cls(cfg=cfg, world=world, verifier=verifier, signals=signals, **state)
