@@ -90,7 +90,7 @@ def run_and_exit(main: Callable[[], int]) -> NoReturn:
     except SystemExit as e:
         code = e.code
     except torch.OutOfMemoryError as e:
-        fix = "lower what goes at a time (see --help); run the same command to continue"
+        fix = "lower what goes at a time (docs/guide.md); run the same command to continue"
         print(f"{str(e).partition('. ')[0]}: {fix}", file=sys.stderr, flush=True)
     except BaseException:
         traceback.print_exc()

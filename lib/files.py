@@ -7,7 +7,7 @@ import os
 import pathlib
 import re
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import filelock
@@ -61,7 +61,7 @@ def write_json(path: pathlib.Path, obj: object) -> None:
         tmp.write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
-def read_json(path: pathlib.Path, parts: dict[str, type] | None = None) -> Any:
+def read_json(path: pathlib.Path, parts: Mapping[str, type] | None = None) -> Any:
     """The content of a .json file.
 
     parts: if given, the content must be an object, and each of these fields that it has must be of

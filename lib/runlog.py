@@ -138,9 +138,9 @@ def summarize(
 
     rows: the step's rows of rollouts.jsonl from all ranks, at least one. norm: the gradient's,
     before clipping; if it is not finite, the step counts as skipped. seconds: those of each part.
-    gb: peak memory, GiB. We leave out a mean support over no teachers, and where no row has gaps or
-    a mask their numbers; shares and other means over nothing are 0. A number of the method's own is
-    a mean over the rows that have it. ValueError as `joined` raises it.
+    gb: peak memory, GiB. We leave out the numbers of supports where there are none, and those of
+    gaps and masks where no row has any; other shares and means over nothing are 0. A number of the
+    method's own is a mean over the rows that have it. ValueError as `joined` raises it.
     """
     columns: dict[str, list[float]] = {"loss": []}
     columns |= {"success": [], "truncated": [], "no_answer": []}
@@ -219,8 +219,9 @@ def polarity_numbers(rows: list[dict]) -> dict[str, Any]:
             metrics[f"a_mean{case}"] = sum(supports) / len(supports)
             metrics[f"a_positive{case}"] = sum(a > 0 for a in supports) / len(supports)
     sizes = torch.tensor(pooled(rows, "a")).abs()
-    for percent in (10, 50, 90) if len(sizes) else ():
-        metrics[f"abs_a_p{percent}"] = float(sizes.quantile(percent / 100))
+    if len(sizes):
+        for percent in (10, 50, 90):
+            metrics[f"abs_a_p{percent}"] = float(sizes.quantile(percent / 100))
     return metrics
 
 

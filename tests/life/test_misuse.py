@@ -32,6 +32,7 @@ def test_a_wrong_input_is_one_line(world_dir, tmp_path, monkeypatch):
         refused(sgsd.main, flags(world_dir, "run", **changes), words)
         assert not contents(tmp_path / "run")
 
+    refused_with("none.jsonl: No such file", data="none.jsonl")
     refused_with("no_answer.jsonl:1", data="no_answer.jsonl", model="no/such")
     refused_with("bank torn.json", bank="torn.json", model="no/such")
     refused_with("bank deep.json", bank="deep.json", model="no/such")

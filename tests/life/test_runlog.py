@@ -99,7 +99,7 @@ def test_the_line_of_grpo_has_its_mixed_groups_and_neither_a_mask_nor_clipped_ga
     line, legend = runlog.log_line(m, 9).split("\n")
     assert "r+ .25 mixed .50 gnorm 0.1 |" in line and "mixed:" in legend
     assert "\n" not in runlog.log_line(m | {"step": 2}, 9)
-    assert not {"mask_share", "clip_share", "first_gap"} & {*m}
+    assert not {"mask_share", "clip_share", "first_gap", "abs_a_p50"} & {*m}
 
 
 USUAL = {"truncated": 0.0, "no_answer": 0.0, "abs_a_p50": 0.02, "rho_distilled": 1}
