@@ -572,7 +572,7 @@ def continued(
     for name, new in comparable(manifest).items():
         if new != before[name]:
             changed[name] = f"{name} {new!r}, where the run has {before[name]!r}"
-    may_differ = {"the number of processes", "the code"}
+    may_differ = {"the number of processes"}
     for name, rule in cfg.rules().items():
         if rule.free:
             may_differ.add(config.flag(name))
@@ -581,6 +581,8 @@ def continued(
         refused.append(f"--steps {cfg.steps}, where the run has made {step}")
     if refused:
         raise ValueError(f"--out {out}: {'; '.join(refused)}; give the run's value, or a new --out")
+    if manifest["code"] != stored["code"]:
+        changed["the code"] = "the code or a prompt"
     again = {**runlog.provenance(), "step": step, "changed": [*changed.values()]}
     new = {name: manifest[name] for name in ("settings", "code", "processes")}
     return {**stored, **new, "continuations": [*stored["continuations"], again]}
@@ -593,7 +595,6 @@ def comparable(manifest: dict[str, Any]) -> dict[str, Any]:
         **{config.flag(name): value for name, value in manifest["settings"].items()},
         "the problems of --data": manifest["problems"],
         "the number of processes": manifest["processes"],
-        "the code": manifest["code"],
     }
 
 

@@ -246,7 +246,7 @@ def test_a_run_goes_on_with_other_code_alone(world_dir, tmp_path, monkeypatch):
     judge.write_text(OWN_JUDGE + "# edited\n")
     killed_at("metrics.jsonl", argv)
     (line,) = stored(out)["continuations"][0]["changed"]
-    assert line.startswith("the code ") and contents(out / "bank") == bank
+    assert line == "the code or a prompt" and contents(out / "bank") == bank
     assert "changed:" not in run(argv)
 
 
