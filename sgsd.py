@@ -536,7 +536,12 @@ def seed_memories(run: Run, seeds: Sequence[Problem]) -> list[dict]:
             text = skills.render("seed_problem", {"problem": x.problem})
             prompt = rollout.chat_ids(run.tokenizer, text, thinking=thinking)
             jobs.append(Job(len(jobs), prompt, key=key, x=x))
-    sampling = Sampling(cfg.cold_start_temperature, 0.95, 0, cfg.cold_start_tokens)
+    sampling = Sampling(
+        temperature=cfg.cold_start_temperature,
+        top_p=0.95,
+        top_k=0,
+        max_new_tokens=cfg.cold_start_tokens,
+    )
     for judged in shared_rollouts(run, jobs, sampling):
         fresh = []
         for _, roll in judged:
