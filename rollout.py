@@ -213,7 +213,8 @@ class Job:
         """Set the limit, which is at most what the prompt leaves of the model's context (S35)."""
         limit = sampling.max_new_tokens if self.limit is None else self.limit
         self.limit = int(max(0, min(limit, context - len(self.prompt))))
-        self.done = self.limit == 0
+        if self.limit == 0:
+            self.done = True
 
     @property
     def tokens_left(self) -> int:
