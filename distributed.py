@@ -56,8 +56,8 @@ def init(device: str = "auto") -> World:
     has_driver = os.path.exists("/proc/driver/nvidia/version") and not hidden
     needs_gpu = device == "cuda" or (device == "auto" and has_driver)
     if needs_gpu and not torch.cuda.is_available():
-        fix = "install the build of torch for its CUDA (see pytorch.org), or give --device cpu"
-        raise ValueError(f"--device {device}: torch {torch.__version__} finds no GPU; {fix}")
+        fix = "install the build of torch for its CUDA (see pytorch.org), or take the device cpu"
+        raise ValueError(f"device {device}: torch {torch.__version__} finds no GPU; {fix}")
     if device != "cpu" and torch.cuda.is_available():
         here = torch.device("cuda", local)
         torch.cuda.set_device(here)
@@ -90,11 +90,7 @@ def run_and_exit(main: Callable[[], int]) -> NoReturn:
     except SystemExit as e:
         code = e.code
     except torch.OutOfMemoryError as e:
-        fix = (
-            "lower what goes at a time (--rollout-rows, --score-tokens, --checkpoint-above; in "
-            "eval.py --rows; on TRL --backward-rows and --score-rows, or take more processes, or "
-            "vLLM); run the same command to continue"
-        )
+        fix = "lower what goes at a time (docs/guide.md); run the same command to continue"
         print(f"{str(e).partition('. ')[0]}: {fix}", file=sys.stderr, flush=True)
     except BaseException:
         traceback.print_exc()
@@ -157,15 +153,6 @@ def _ending_with_the_others(world: World, collective: Callable, *args: Any, **gi
         raise SystemExit(1) from None
 
 
-def refuse_other_commands(commands: Sequence[dict[str, Any]]) -> None:
-    """ValueError unless all ranks have the same settings. commands: each rank's, by flag."""
-    for rank, theirs in enumerate(commands):
-        for name, value in commands[0].items():
-            if theirs[name] != value:
-                rule = f"rank 0 has {value!r}, and rank {rank} {theirs[name]!r}"
-                raise ValueError(f"{name}: {rule}; give every process the same command")
-
-
 def gathered(rows: list[dict], world: World) -> list[dict]:
     """All ranks' rows of a log, on every rank, in the order of their "index"."""
     return sorted(
@@ -189,14 +176,13 @@ def share_jobs(
     jobs: objects with a .prompt; sorted by its length, they are dealt out one by one. work: takes a
     rank's jobs and yields turns: lists with one picklable result for each finished job. Every rank
     gets every result, and must consume all turns, because each is a collective. stage: label of
-    rank 0's progress bar; "" for none.
+    rank 0's progress bar on a terminal; "" for none.
     """
     mine = sorted(jobs, key=lambda job: len(job.prompt))[world.rank :: world.size]
     turns = work(mine)
     left = len(jobs)
-    seconds = 0.1 if sys.stderr.isatty() else 60  # between prints of the bar: few in a log
-    hidden = not (stage and jobs and world.main)
-    with tqdm(desc=stage, total=left, disable=hidden, mininterval=seconds, leave=False) as bar:
+    hidden = not (stage and jobs and world.main and sys.stderr.isatty())
+    with tqdm(desc=stage, total=left, disable=hidden, leave=False) as bar:
         while left:
             results = [*itertools.chain.from_iterable(all_gather(next(turns, []), world))]
             left -= len(results)

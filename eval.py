@@ -364,7 +364,7 @@ def samples_of(
                 key = rollout.sample_key(cfg.seed, 0, x.problem, number)
                 digest = files.digest(settings, prompt, key, judged_by(x, cfg))
                 row = {"set": name, "id": x.id, "sample": number, "digest": digest}
-                job = Job(len(samples), prompt, key=key, tokens_left=cfg.max_new_tokens, x=x)
+                job = Job(len(samples), prompt, key=key, x=x)
                 samples.append(Sample(row, job))
     return samples
 
@@ -393,7 +393,7 @@ def draw(
             lm, tokenizer, stream, engine = load_policy(policy, cfg, world, loaded)
             stops = rollout.stop_ids(lm, tokenizer)
         distributed.barrier(world)  # until all ranks have loaded it
-        sampling = rollout.Sampling(temperature=cfg.temperature, top_p=cfg.top_p, top_k=cfg.top_k)
+        sampling = rollout.Sampling(cfg.temperature, cfg.top_p, cfg.top_k, cfg.max_new_tokens)
 
         def work(jobs_of_rank: list[Job]) -> Iterator[list[tuple[Job, Rollout]]]:
             turns = stream(jobs_of_rank, sampling, cfg.rows)
@@ -516,10 +516,7 @@ def evaluate(cfg: EvalConfig, world: World) -> None:
         with command.one_line_errors(cfg.program, *command.GIVEN):
             # Rank 0 reads folders and data, and tells the others; each rank reads the models.
             policies = distributed.broadcast(find_policies(cfg) if world.main else None, world)
-            weights = digests_of_weights(policies)
-            flags = {config.flag(name): value for name, value in asdict(cfg).items()}
-            shared = {**flags, "--out": "", **weights}
-            distributed.refuse_other_commands(distributed.all_gather(shared, world))
+            weights = digests_of_weights(policies) if world.main else {}
             verifier = held.enter_context(verify.load_judge(cfg.verifier)(cfg.verify_timeout))
             sets = load_sets(cfg) if world.main else {}
             missing = prepare(policies, sets, weights, cfg, world, held) if world.main else None

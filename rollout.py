@@ -29,8 +29,8 @@ THINK = ("<think>", "</think>")
 TURN_TOKENS = {"cpu": 16}  # tokens per call of `generate`, 64 on a GPU; then finished rows leave
 FREE_PLACES = 64  # free places behind a layer's keys and values, for a turn's tokens or more
 READ_TOKENS = 16384  # limit of one prefill, with padding: its mask has rows x longest^2 numbers
-# Share of a GPU's memory for the cache and all that is allocated before it. By our arithmetic the
-# rest holds a prefill of 38,912 tokens (8B: 6 GB), the logits of 64 rows, a layer's second copy.
+# Share of a GPU's memory for weights and cache. The rest is for a prefill of 38,912 tokens (8B: 6
+# GB), the logits of 64 rows and a layer's second copy (estimated, not measured).
 MEMORY_SHARE = 0.8
 STATES = ("conv_states", "recurrent_states")  # a cache layer's dicts of states, whose size is fixed
 
@@ -199,14 +199,28 @@ class KeyedDraw(LogitsProcessor):
 
 @dataclass
 class Job:
-    """A prompt to complete; `stream` fills in the sampled ids."""
+    """A prompt to complete. `stream` fills in the sampled ids, and sets `done` after the last."""
 
     index: int  # its place among the caller's jobs
     prompt: list[int]
     key: int  # a `sample_key`
-    tokens_left: int  # tokens that may still be sampled; 0 when the job is done
+    limit: int | None = None  # most tokens of the completion; None: the sampling's max_new_tokens
     x: Any = None  # has .id, .problem and .answer; None if the completion is not judged
     ids: list[int] = field(default_factory=list)
+    done: bool = False
+
+    def begin(self, sampling: Sampling, context: float) -> None:
+        """Set the limit, which is at most what the prompt leaves of the model's context (S35)."""
+        limit = sampling.max_new_tokens if self.limit is None else self.limit
+        self.limit = int(max(0, min(limit, context - len(self.prompt))))
+        if self.limit == 0:
+            self.done = True
+
+    @property
+    def tokens_left(self) -> int:
+        """How many tokens may still be sampled, after `begin`."""
+        assert self.limit is not None
+        return self.limit - len(self.ids)
 
 
 def stream(
@@ -230,8 +244,8 @@ def stream(
     stops = stop_ids(model, tokenizer)
     was_training = model.training
     for job in jobs:
-        job.tokens_left = int(max(0, min(job.tokens_left, context_limit(model) - len(job.prompt))))
-    waiting = collections.deque(job for job in jobs if job.tokens_left)
+        job.begin(sampling, context_limit(model))
+    waiting = collections.deque(job for job in jobs if not job.done)
     running: list[Job] = []
     cache: Any = None  # of the running rows
     model.eval()
@@ -239,7 +253,7 @@ def stream(
         token_bytes, row_bytes = cache_bytes(causal)
         places = places or cache_places(causal.device, token_bytes)
         extra = 2 * FREE_PLACES + row_bytes / token_bytes  # per row: a turn, free places, states
-        yield [job for job in jobs if not job.tokens_left]  # whose prompts fill the context
+        yield [job for job in jobs if job.done]  # whose prompts fill the context
         while waiting or running:
             while pack := _next_pack(waiting, running, rows, places, extra):
                 fresh = _empty_cache(causal)
@@ -247,10 +261,10 @@ def stream(
                 running += pack
                 width = _width(running) - 1
                 cache = _gathered([cache, fresh], slice(None), width) if cache else fresh
-            if all(job.tokens_left for job in running):  # else some ended as they were read
+            if not any(job.done for job in running):  # else some ended as they were read
                 _decode(causal, running, cache, _turn(causal, running), sampling, stops)
-            yield [job for job in running if not job.tokens_left]
-            staying = [b for b, job in enumerate(running) if job.tokens_left]
+            yield [job for job in running if job.done]
+            staying = [b for b, job in enumerate(running) if not job.done]
             while not _fit([running[b] for b in staying], places, extra):
                 waiting.appendleft(running[staying.pop()])
             if len(staying) < len(running):
@@ -300,7 +314,10 @@ def _decode(
     sampling: Sampling,
     stops: list[int],
 ) -> None:
-    """Add up to `steps` tokens to each job. The cache is empty, or lacks only jobs' last ids."""
+    """Add up to `steps` tokens to each job.
+
+    The cache is empty (prefill), or holds everything but each row's last token.
+    """
     width = _width(jobs)
     ids = []
     mask = []
@@ -322,9 +339,9 @@ def _decode(
         causal.generation_config = model_settings
     for job, new_ids in zip(jobs, out_BL[:, width:].tolist()):
         for token in new_ids:
-            if job.tokens_left:  # nothing is taken after a stop id
+            if not job.done:  # nothing is taken after a stop id
                 job.ids.append(token)
-                job.tokens_left = 0 if token in stops else job.tokens_left - 1
+                job.done = token in stops or job.tokens_left == 0
 
 
 def cache_places(device: torch.device, token_bytes: int) -> float:
@@ -347,7 +364,7 @@ def cache_bytes(causal) -> tuple[int, int]:
     We measure them by decoding one token. The model must be in eval mode.
     """
     cache: Any = _empty_cache(causal)
-    _decode(causal, [Job(0, [0], key=0, tokens_left=1)], cache, 1, Sampling(temperature=0.0), [0])
+    _decode(causal, [Job(0, [0], key=0, limit=1)], cache, 1, Sampling(temperature=0.0), [0])
     token_bytes = row_bytes = 0
     for layer in cache.layers:
         for x in getattr(layer, "buffers", ()):
@@ -441,7 +458,7 @@ def generate(
     """One completion per prompt, in order, as sampled ids; see `stream`. rows 0: all at once."""
     jobs = []
     for i, (prompt, key) in enumerate(zip(prompt_ids, keys, strict=True)):
-        jobs.append(Job(i, prompt, key=key, tokens_left=sampling.max_new_tokens))
+        jobs.append(Job(i, prompt, key=key))
     for _ in stream(model, tokenizer, jobs, sampling, rows or max(1, len(jobs))):
         pass  # `stream` fills in the jobs
     return [job.ids for job in jobs]

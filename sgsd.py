@@ -148,7 +148,7 @@ def token_mask(ids_T: Sequence[int] | Tensor, masked_ids: Collection[int]) -> Te
 
 
 def zero_masked(x_KT: Tensor, mask_T: Tensor) -> Tensor:
-    """x_t where m_t = 1, else 0. (A product would keep a masked inf or nan.) [K, T]."""
+    """Set masked tokens to 0. (Multiplying would keep a masked inf or nan.) [K, T]."""
     return torch.where(mask_T.bool(), x_KT, 0)
 
 
@@ -186,8 +186,8 @@ def polarity(a_K: Tensor, r: float, eps_a: float) -> Tensor:
 def gated_loss(delta: Tensor, tau_g: float) -> Tensor:
     """l_gate = log 2 - log(1 + exp(-delta^2 / (2 tau_g))) (Eq. 14, §2.5), elementwise.
 
-    In [0, log 2]. In fp32 and with tau_g = 1 its slope is right to 5e-7 (relative) at gaps of up to
-    10. The value errs by up to 4.5e-8, so it may be 0 at gaps below 0.001; only the logs show it.
+    In [0, log 2]. At every fp32 gap from 6e-5 to 10, with tau_g = 1, the slope is right to 2e-6
+    (relative) and the value to 6.4e-8: it may be 0 at gaps below 0.00025, which only the logs show.
     """
     return math.log(2) - torch.nn.functional.softplus(-(delta**2) / (2 * tau_g))
 
@@ -285,7 +285,7 @@ class RolloutLoss(NamedTuple):
     loss: Tensor  # a scalar; it has no graph where all teachers are ignored: its gradient is 0
     numbers: dict[str, Tensor]  # for the rollout's row of rollouts.jsonl
     token_numbers: dict[str, Tensor]  # [T] or [K, T], for its row of tokens.jsonl
-    pairs_K: Sequence[SkillPair] | None = None  # of its teachers; None: all that were retrieved
+    pairs_K: Sequence[SkillPair] | None = None  # those that it was made with, for its row
 
 
 def reward(roll: Rollout) -> float:
@@ -363,7 +363,7 @@ def step_jobs(run: Run, step: int) -> list[Job]:
         x, epoch = batch[index]
         key = rollout.sample_key(cfg.seed, step, x.id, epoch)
         prompt = student_prompt(run, x.problem)
-        jobs.append(Job(index, prompt, key=key, tokens_left=cfg.max_new_tokens, x=x))
+        jobs.append(Job(index, prompt, key=key, x=x))
     return jobs
 
 
@@ -376,7 +376,7 @@ def solve(run: Run, jobs: list[Job]) -> list[Rollout]:
     the limit has cut them.
     """
     cfg = run.cfg
-    sampling = Sampling(temperature=cfg.temperature, top_p=cfg.top_p, top_k=cfg.top_k)
+    sampling = Sampling(cfg.temperature, cfg.top_p, cfg.top_k, cfg.max_new_tokens)
     turns = run.stream(jobs, sampling, cfg.rollout_rows or max(1, len(jobs)))
     roll_of: dict[int, Rollout] = {}
     for judged in rollout.rollouts(run.tokenizer, run.stops, run.verifier, turns):
@@ -427,7 +427,7 @@ def train_step(run: Run, step: int) -> tuple[list[dict], float]:
         if result.loss.requires_grad:  # else its gradient is 0
             # We divide by the *global* batch, because ranks sum their gradients.
             (result.loss / cfg.batch_size).backward()
-        rows.append(log_row(run, step, job.index, pairs_K, roll, result))
+        rows.append(log_row(run, step, job.index, roll, result))
         run.clock.lap("bwd")
     norm = optimizer_step(run, step)  # line 16
     return rows, norm
@@ -457,8 +457,8 @@ def optimizer_step(run: Run, step: int) -> float:
 def result_of(loss: Tensor, numbers: dict[str, Tensor]) -> RolloutLoss:
     """A loss and its numbers, sorted by the log that they go to.
 
-    If all teachers are ignored, the gradient is 0: we drop the graph, so that no backward pass is
-    made. But a NaN keeps it: its gradient is NaN, too, and `optimizer_step` then skips the step.
+    If all teachers are ignored, the gradient is 0: without its graph the loss gets no backward
+    pass. A NaN keeps its graph: its gradient is NaN, too, so that the step is skipped.
     """
     if not numbers["rho"].any() and loss.isfinite():
         loss = loss.detach()
@@ -468,21 +468,12 @@ def result_of(loss: Tensor, numbers: dict[str, Tensor]) -> RolloutLoss:
     return RolloutLoss(loss, numbers, of_tokens)
 
 
-def log_row(
-    run: Run,
-    step: int,
-    index: int,
-    pairs_K: Sequence[SkillPair],
-    roll: Rollout,
-    result: RolloutLoss,
-) -> dict:
+def log_row(run: Run, step: int, index: int, roll: Rollout, result: RolloutLoss) -> dict:
     """One rollout's row of rollouts.jsonl. In an audited step, "audit" is its row of tokens.jsonl.
 
-    index: the rollout's place among all rollouts of the step. pairs_K: those that were retrieved.
+    index: the rollout's place among all rollouts of the step.
     """
-    r = reward(roll)
-    pairs_K = pairs_K if result.pairs_K is None else result.pairs_K
-    row = runlog.rollout_row(step, index, pairs_K, roll, r, result, run.cfg.c_delta)
+    row = runlog.rollout_row(step, index, roll, reward(roll), result, run.cfg.c_delta)
     every = run.cfg.audit_every
     if every and (step == 1 or step % every == 0):
         row["audit"] = runlog.token_row(step, index, roll, result, run.tokenizer)
@@ -542,11 +533,15 @@ def seed_memories(run: Run, seeds: Sequence[Problem]) -> list[dict]:
     for x in seeds:
         if x.id not in memories:
             key = rollout.sample_key(cfg.seed, 0, x.id)
-            limit = cfg.cold_start_tokens
             text = skills.render("seed_problem", {"problem": x.problem})
             prompt = rollout.chat_ids(run.tokenizer, text, thinking=thinking)
-            jobs.append(Job(len(jobs), prompt, key=key, tokens_left=limit, x=x))
-    sampling = Sampling(temperature=cfg.cold_start_temperature, top_p=0.95, top_k=0)
+            jobs.append(Job(len(jobs), prompt, key=key, x=x))
+    sampling = Sampling(
+        temperature=cfg.cold_start_temperature,
+        top_p=0.95,
+        top_k=0,
+        max_new_tokens=cfg.cold_start_tokens,
+    )
     for judged in shared_rollouts(run, jobs, sampling):
         fresh = []
         for _, roll in judged:
@@ -618,8 +613,8 @@ def train(run: Run, step_fn: Any = train_step) -> int:
     if cfg.uses_skill_bank:  # SGSD does, GRPO does not
         begin_bank(run)
     evolve_bank(run)  # only where a kill or a signal has left an evolution due
-    is_shown = run.world.main and sys.stderr.isatty()  # a log file has the steps' lines
-    for step in tqdm(range(run.step + 1, cfg.steps + 1), "train", disable=not is_shown):
+    has_bar = run.world.main and sys.stderr.isatty()  # in a log the steps' lines show progress
+    for step in tqdm(range(run.step + 1, cfg.steps + 1), "train", disable=not has_bar):
         run.clock = runlog.Stopwatch()
         run.signals.in_step = True  # from here to the save a first Ctrl-C waits
         rows, norm = step_fn(run, step)  # lines 2-16

@@ -63,8 +63,8 @@ class SkillPair:
 class SkillBank:
     """B = {G, E} (§2.1). `extra` holds a file's unknown keys, so load and save lose nothing.
 
-    window: W of Algorithm 4, the rollouts since the last step that F divides. A run that continues
-    needs it. A file has it only if it is not empty.
+    window: W of Algorithm 4, the rollouts since the last evolution; see `evolution_is_due`. A file
+    has it only if it is not empty.
     """
 
     general_skills: list[dict]
@@ -83,7 +83,7 @@ class SkillBank:
         """
         try:
             data = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as e:
+        except (OSError, ValueError, RecursionError) as e:
             raise ValueError(f"bank {path}: cannot be read: {e}") from None
         data = data if isinstance(data, dict) else {}
         lists = {key: data.pop(key, None) for key in KINDS}
@@ -123,6 +123,10 @@ class SkillBank:
         with open(unfinished, "w", encoding="utf-8", errors="backslashreplace") as f:
             f.write(as_json(data))
         os.replace(unfinished, path)
+
+    def evolution_is_due(self, step: int, evolve_every: int) -> bool:
+        """Whether the bank evolves after this step; see the function of this name."""
+        return evolution_is_due(self.window, step, evolve_every)
 
     def remember(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Add rows of rollouts.jsonl to the window, with the fields that `memory_of` reads."""
@@ -328,7 +332,7 @@ def read_items(text: str, key: str) -> tuple[list[dict], bool]:
     """
     values, whole = _json_values(text)
     items: dict[tuple, dict] = {}
-    for value in values:  # we append to this list while walking it, to search what is nested, too
+    for value in values:  # we append to this list while walking it: nested values are searched too
         item = item_of(value, key)
         if item:
             items[tuple(item.values())] = item  # a duplicate counts once
@@ -618,6 +622,17 @@ def cold_start(
 # -------------------------------------------------------------------- Algorithm 4: online evolution
 
 
+def evolution_is_due(window: Sequence[Any], step: int, evolve_every: int) -> bool:
+    """Whether the bank evolves after this step: F divides it, and W has rollouts (Alg. 4, line 1).
+
+    Each step's rollouts join W, and an evolution ends by emptying it, whether or not it has changed
+    the bank. So after a step that F divides, W is empty once its evolution is done. A run that was
+    killed before continues with W as its checkpoint has it, and the evolution is still due (D9).
+    evolve_every: F; 0: never.
+    """
+    return bool(window) and evolve_every > 0 and step % evolve_every == 0
+
+
 def evolve(
     bank: SkillBank,
     window: Sequence[Mapping[str, Any]],
@@ -636,11 +651,11 @@ def evolve(
 
     Candidates are merged with each other and then, if any are left, with their list's dynamic
     entries. Static entries stay, and no dynamic entry repeats the text of one (D11).
-    window: W, the rows of all rollouts since an evolution was last due (D2); see `memory_of`.
+    window: W, the rows of all rollouts since the last evolution (D2); see `memory_of`.
     evolve_every: F; 0 disables. success_gate: γ. max_new_items: N, for both lists together (S12).
     dynamic_capacity: C, per list. memory_answer: show the reference answers to the writer (D3).
     """
-    if not window or not evolve_every or step % evolve_every:  # line 1
+    if not evolution_is_due(window, step, evolve_every):  # line 1
         return bank
     success = sum(row["r"] > 0 for row in window) / len(window)  # line 4
     if success >= success_gate:  # line 5

@@ -22,7 +22,6 @@ so a run cannot be repeated exactly.
 Dimension key: B rollouts of a process, K teachers, T completion tokens, L places of a padded row.
 """
 
-import contextlib
 import functools
 import itertools
 import math
@@ -46,7 +45,7 @@ import distributed
 import rollout
 import sgsd
 import skills
-from lib import command, files, model, problems, runlog, verify
+from lib import command, files, model, problems, runlog
 from lib.config import Config, presets_of, setting
 from lib.run import Run, exit_code, leave_out_long, lora_settings, should_stop
 
@@ -326,7 +325,7 @@ class Trainer(GRPOTrainer):
         id. A call's limit is at most what the context leaves after its longest prompt.
         """
         sizes_of_ranks = distributed.all_gather(
-            [(len(job.prompt), job.tokens_left) for job in jobs], self.run.world
+            [(len(job.prompt), job.limit) for job in jobs], self.run.world
         )
         most = max(map(len, sizes_of_ranks))
         rows = most if self.use_vllm else rows
@@ -342,7 +341,7 @@ class Trainer(GRPOTrainer):
             room = rollout.context_limit(self.run.lm) - longest
             self.draw_by(sampling, int(min(limit, room)), longest + 1)
             for job, ids in zip(turn, self._generate_single_turn(prompts, None, {}, 1)[0]):
-                job.ids = ids[: job.tokens_left]
+                job.ids = ids[: job.limit]
             yield turn
 
     # ------------------------------------------------------------------------------ a batch
@@ -370,7 +369,8 @@ class Trainer(GRPOTrainer):
         first = run.world.rank * len(inputs)
         self.rows = []
         for b, (pairs_K, result) in enumerate(self.results(output)):
-            row = sgsd.log_row(run, run.step + 1, first + b, pairs_K, self.rolls[b], result)
+            result = result._replace(pairs_K=pairs_K)
+            row = sgsd.log_row(run, run.step + 1, first + b, self.rolls[b], result)
             self.rows.append(row)
         run.clock.lap("score")
         return output
@@ -522,9 +522,7 @@ class RunOnTRL(Run):
         pathlib.Path(self.trainer.args.output_dir, f"checkpoint-{self.step}").rename(folder)
 
 
-def load(
-    trainer: type[Trainer], words: Sequence[str], run: RunOnTRL, held: contextlib.ExitStack
-) -> None:
+def load(trainer: type[Trainer], words: Sequence[str], run: RunOnTRL) -> None:
     """Replaces `lib.run.load_run`. trainer: its class. words: TRL's flags of the command line."""
     cfg = run.cfg
     if cfg.needs_bank and run.bank is None:
@@ -532,7 +530,6 @@ def load(
     if cfg.full and cfg.adapter:
         raise ValueError(f"--adapter {cfg.adapter}: with --full give whole weights, by --model")
     args = settings_of(cfg, words, run.world)
-    run.verifier = held.enter_context(verify.load_judge(cfg.verifier)(cfg.verify_timeout))
     if cfg.uses_skill_bank:
         run.embed = model.load_encoder(cfg.encoder, run.device)
     run.lm, run.tokenizer = model.load_outline(cfg.model)

@@ -23,7 +23,6 @@ import torch
 import distributed
 import sgsd
 import skills
-from eval import interval
 from extras import compare
 from extras.compare import Evaluated
 from lib import command, config, files, runlog
@@ -51,8 +50,8 @@ def manifest_of(run: pathlib.Path) -> dict[str, Any]:
     """A run's config.json; ValueError if there is none."""
     if not run.is_dir():
         raise ValueError(f"{run}: no such folder; give a run such as runs/sgsd")
-    read = files.read_json(run / "config.json")
-    if "settings" not in read:
+    read = files.read_json(run / "config.json", {"settings": dict, "program": str})
+    if not {"settings", "program"} <= read.keys():
         raise ValueError(f"{run}: its config.json is no run's; give a run such as runs/sgsd")
     return read
 
@@ -195,53 +194,39 @@ def teachers(row: dict, tokens: dict, rows: Ledger) -> list[dict]:
     return of_rollout
 
 
-def gate_view(row: dict, tokens: dict, rows: Ledger) -> dict:
+def gate_view(row: dict, tokens: dict, rows: Ledger, generations: int) -> dict:
     """One audited rollout for the page: its teachers' decisions, its tokens' gaps and credits.
 
-    row, tokens: its rows of rollouts.jsonl and tokens.jsonl.
+    row, tokens: its rows of rollouts.jsonl and tokens.jsonl. generations: solutions of a problem.
     """
     view = {"loss": number(row["loss"]), "teachers": teachers(row, tokens, rows)}
     for name in ("step", "index", "problem_id", "problem", "gold", "pred", "r", "truncated"):
         view[name] = row[name]
+    number_in_group = row["index"] % generations + 1
+    view["solution"] = f"{number_in_group} of {generations}" if generations > 1 else ""
     view |= {"text": tokens["text"], "mask": tokens.get("mask", [1] * len(tokens["text"]))}
     for name in ("delta", "credit"):  # Eq. 20's credit is the gate's: a divergence has none
         view[name] = [[number(x, 4) for x in x_T] for x_T in tokens.get(name, [])]
     return view
 
 
-# ---------------------------------------------------------------------------- a run in ten rows
+# -------------------------------------------------------------------------- a run in a few rows
 
 
-def summary(
-    run: pathlib.Path, settings: dict[str, Any], metrics: list[dict], banks: Banks
-) -> list[list[str]]:
+def summary(settings: dict[str, Any], metrics: list[dict]) -> list[list[str]]:
     """A run in numbers: rows with a label, a cell for its first steps and one for its last.
 
     The first row is the heading. A step has few problems, so a cell covers as many steps as have
-    100, at most half of all. A run without steps has only a bank: the last row says where.
+    100, at most half of all.
     """
-    steps = settings["steps"]
-    source = "/".join(pathlib.Path(settings["data"]).parts[-2:])
-    heading = [f"{metrics[-1]['step'] if metrics else 0} of {steps} steps on {source}"]
+    heading = ["/".join(pathlib.Path(settings["data"]).parts[-2:])]
     size = min(math.ceil(WINDOW_PROBLEMS / settings["batch_size"]), len(metrics) // 2) or 1
     cells: dict[str, list[str]] = {}  # by label
     for part in [metrics[:size], metrics[-size:]][: len(metrics)]:  # one part if there is one step
         heading.append(f"steps {part[0]['step']} to {part[-1]['step']}")
         for label, cell in numbers_of(part).items():
             cells.setdefault(label, []).append(cell)
-    rows = [heading]
-    for label in cells:
-        rows.append([label, *cells[label]])
-    if banks:
-        first = banks[min(banks)]
-        last = banks[max(banks)]
-        for label, key in zip(("skills", "mistakes"), skills.KINDS):
-            sizes = [str(len(bank.collection(key))) for bank in (first, last)]
-            rows.append([f"{label} in the bank", *sizes])
-    rows += rows_of_evaluations(run)
-    if banks and not steps:
-        rows.append(["bank", str(run / "bank/bank.json")])
-    return rows
+    return [heading, *([label, *row] for label, row in cells.items())]
 
 
 def numbers_of(steps: list[dict]) -> dict[str, str]:
@@ -261,39 +246,6 @@ def numbers_of(steps: list[dict]) -> dict[str, str]:
     cells["solutions cut at the limit"] = f"{mean('truncated'):.0%}"
     cells["tokens of a solution"] = f"{mean('completion_tokens'):.0f}"
     return cells
-
-
-def rows_of_evaluations(run: pathlib.Path) -> list[list[str]]:
-    """A set's first and last evaluation with their intervals, and their paired difference."""
-    rows = []
-    for (name, skilled), inside in evaluations(run).items():
-        first = inside[0]
-        last = inside[-1]
-        cells = []
-        for x in [first, last] if last is not first else [last]:
-            row = x.sets[name]
-            cells.append(f"step {x.step}: {row['avg']:.1%} ({interval(row, 'avg')})")
-        rows.append([f"avg@{last.samples_per_problem(name)} on {name}{skilled}", *cells])
-        if last is not first:
-            gap = compare.difference(last, first, [name])
-            between = "no interval"
-            if gap["diff_low"] is not None:
-                between = f"{100 * gap['diff_low']:+.1f} to {100 * gap['diff_high']:+.1f}"
-            rows.append(["gain", "", f"{100 * gap['diff']:+.1f} points ({between})"])
-    return rows or [["evaluation", "none"]]
-
-
-def in_columns(rows: list[list[str]]) -> str:
-    """A table for the terminal."""
-    widths: dict[int, int] = {}  # by column
-    for row in rows:
-        for i, cell in enumerate(row):
-            widths[i] = max(widths.get(i, 0), len(cell))
-    lines = []
-    for row in rows:
-        cells = [cell.ljust(widths[i]) for i, cell in enumerate(row)]
-        lines.append("   ".join(cells).rstrip())
-    return "\n".join(lines)
 
 
 # -------------------------------------------------------------------------------------- the page
@@ -330,15 +282,20 @@ def points_of(run: pathlib.Path) -> list[dict]:
     return points
 
 
+def rows_of(log: pathlib.Path) -> list[dict]:
+    """The rows of a run's log; ValueError names a row that is damaged."""
+    return [row for row, _ in files.rows_with(log, "step", int)]
+
+
 def collect(run: pathlib.Path) -> dict:
     """The page's data of a run. Writes its ledger.json. ValueError if there is no run."""
     manifest = manifest_of(run)
     # A method without --eps-a has no threshold.
     settings = asdict(config.Config(eps_a=0.0)) | manifest["settings"]
     # A run that is still going writes a step's metrics first, then rollouts, then tokens.
-    tokens = [*files.read_jsonl(run / "tokens.jsonl")]
-    rollouts = [*files.read_jsonl(run / "rollouts.jsonl")]
-    metrics = [*files.read_jsonl(run / "metrics.jsonl")]
+    tokens = rows_of(run / "tokens.jsonl")
+    rollouts = rows_of(run / "rollouts.jsonl")
+    metrics = rows_of(run / "metrics.jsonl")
     # We read the banks after the rollouts, which use their entries.
     banks = {k: skills.SkillBank.load(path) for k, path in files.by_step(run / "bank").items()}
     by_id = ledger(banks, rollouts)
@@ -352,7 +309,7 @@ def collect(run: pathlib.Path) -> dict:
     for line in tokens:
         row = row_of.get((line["step"], line["index"]))
         if row and line["index"] < SHOWN:
-            views.append(gate_view(row, line, by_id))
+            views.append(gate_view(row, line, by_id, settings.get("generations", 1)))
     tau_g = settings["tau_g"]
     eps_a = settings["eps_a"]
     has_gate = "tau_g" in manifest["settings"] and settings.get("objective", "gate") == "gate"
@@ -369,7 +326,7 @@ def collect(run: pathlib.Path) -> dict:
     return {
         "name": str(run),
         "program": manifest["program"],
-        "summary": summary(run, settings, metrics, banks),
+        "summary": summary(settings, metrics),
         "settings": settings,
         "metrics": columns,
         "evals": points_of(run),
@@ -405,13 +362,12 @@ def rank(view: dict) -> tuple[int, int]:
     return len({*rho_K}), sum(map(abs, rho_K))
 
 
-def write(runs: list[pathlib.Path], out: pathlib.Path) -> list[dict]:
-    """Write the page of these runs, whole or not at all; returns each run's data."""
+def write(runs: list[pathlib.Path], out: pathlib.Path) -> None:
+    """Write the page of these runs, whole or not at all."""
     template = pathlib.Path(__file__).with_name("report_template.html").read_text(encoding="utf-8")
     data = [collect(run) for run in runs]
     with files.whole(out) as tmp:
         tmp.write_text(template.replace("{{data}}", dump(data)), encoding="utf-8")
-    return data
 
 
 # ------------------------------------------------------------------------------------ the command
@@ -439,8 +395,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with command.one_line_errors("report", *command.GIVEN):
         folder = args.runs[0] if len(args.runs) == 1 else pathlib.Path()
         out = args.out or folder / "report.html"
-        for run in write(args.runs, out):
-            print(f"{run['name']}\n{in_columns(run['summary'])}\n")
+        write(args.runs, out)
         print(f"written: {out}")
     return 0
 

@@ -23,14 +23,14 @@ def flags_that_differ(values: dict[str, Any], others: dict[str, Any]) -> list[st
 
 @dataclass(frozen=True)
 class Rule:
-    """What holds for a setting in every class that has it, whatever its default there."""
+    """Everything about a setting except its default, which a subclass may change."""
 
     help: str  # what the setting does, and its source
     group: str = "the method"  # the group of --help
     choices: tuple[str, ...] = ()
     least: float | None = None  # None: a number must be > 0
     most: float = math.inf
-    free: bool = False  # may change when a run or an evaluation continues
+    free: bool = False  # may change between two commands of a run, as no number depends on it
     brings: Mapping[str, Any] = field(default_factory=dict)  # other defaults, where it is given
     metavar: str = ""  # what --help calls a value; "": by the type
     value_type: Any = None  # the field's: bool, int, float, str or tuple
@@ -51,9 +51,9 @@ class Rule:
 def setting(default: Any, help: str, group: str = "the method", **rule: Any) -> Any:
     """A setting: its default, and its `Rule`. A subclass may write just another default.
 
-    free: no step and no sample depends on the setting, except through what we compare anyway, such
-    as a run's problems. brings: a flag and a preset override these defaults; of two settings that
-    bring the same one, the setting that is declared later wins.
+    free: may change between two commands of a run, because no number depends on it, except through
+    what we compare anyway, such as the problems. brings: a flag and a preset override these
+    defaults; of two settings that bring the same one, the setting that is declared later wins.
     """
     return field(default=default, metadata={"rule": Rule(help, group, **rule)})
 
@@ -62,7 +62,9 @@ def setting(default: Any, help: str, group: str = "the method", **rule: Any) -> 
 class Common:
     """The settings that training and evaluation share."""
 
-    without: ClassVar[frozenset[str]] = frozenset()  # groups and settings of no effect: no flags
+    without: ClassVar[frozenset[str]] = (
+        frozenset()
+    )  # settings, or whole groups, that it ignores: no flags
 
     device: str = setting(
         "auto",
@@ -110,8 +112,8 @@ class Common:
     def rules(cls) -> dict[str, Rule]:
         """The rule of each setting that has an effect in this class, in the order of --help.
 
-        A subclass that writes just another default keeps the rule. TypeError for a mistake in the
-        class that would make a default or a flag vanish.
+        A subclass that writes just another default keeps the rule. TypeError for a name that is no
+        setting, and for a default that would have no effect.
         """
         rules: dict[str, Rule] = {}
         for base in filter(is_dataclass, reversed(cls.__mro__)):
@@ -121,42 +123,18 @@ class Common:
                 for f in fields(base)
                 if f.metadata
             }
-        hidden = {name for name, rule in rules.items() if {name, rule.group} & cls.without}
-        refuse_mistakes(cls, rules, hidden)
+        for f in fields(cls):
+            if f.name not in rules:
+                fix = "mend the name, or write setting(...) behind it"
+                raise TypeError(f"{cls.__name__}.{f.name}: no setting; {fix}")
+            if getattr(cls, f.name) != f.default:  # it was written without a type
+                fix = "write its type behind the name, and @dataclass(frozen=True) above the class"
+                raise TypeError(f"{cls.__name__}.{f.name}: dataclasses ignore this default; {fix}")
         return {  # those of both programs behind a program's own
             name: rules[name]
             for name in sorted(rules, key=lambda name: hasattr(Common, name))
-            if name not in hidden
+            if not {name, rules[name].group} & cls.without
         }
-
-
-def refuse_mistakes(config_class: type[Common], rules: dict[str, Rule], hidden: set[str]) -> None:
-    """TypeError for a class of settings with a name, a default or a setting of no effect.
-
-    hidden: the settings that the class is `without`.
-    """
-    mistakes = {
-        "no setting; mend the name, or write setting(...) behind it": (
-            {f.name for f in fields(config_class)} - {*rules}
-        ),
-        "dataclasses ignore this default; write its type behind the name, and "
-        "@dataclass(frozen=True) above the class": (
-            {f.name for f in fields(config_class) if getattr(config_class, f.name) != f.default}
-        ),
-        "in `without`, and neither a setting nor a group": (
-            config_class.without - {*rules} - {rule.group for rule in rules.values()}
-        ),
-        "a setting that its own class is `without`": (
-            {
-                f.name
-                for f in fields(config_class)
-                if f.metadata and f.name in hidden & vars(config_class).keys()
-            }
-        ),
-    }
-    for mistake, names in mistakes.items():
-        for name in sorted(names):
-            raise TypeError(f"{config_class.__name__}.{name}: {mistake}")
 
 
 @dataclass(frozen=True)
@@ -362,6 +340,16 @@ class Config(Common):
     def evolves(self) -> bool:
         """Whether there is a bank that evolves."""
         return self.uses_skill_bank and self.evolve_every > 0
+
+    @property
+    def has_polarity(self) -> bool:
+        """Whether --eps-a decides which teachers count. A method without it has its own rule."""
+        return "eps_a" in self.rules()
+
+    @property
+    def masks_tokens(self) -> bool:
+        """Whether the token mask leaves formatting tokens out (S2)."""
+        return self.has_polarity
 
 
 @dataclass(frozen=True)

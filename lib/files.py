@@ -7,7 +7,7 @@ import os
 import pathlib
 import re
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import filelock
@@ -37,14 +37,21 @@ def whole(path: pathlib.Path) -> Iterator[pathlib.Path]:
     A kill or an error leaves the old file or the new one. OSError names the path.
     """
     tmp = path.with_name(f".{path.name}.tmp")
-    try:
+    with _writing(path):
         shutil.rmtree(tmp, ignore_errors=True)  # left by a kill, as a folder or a file
         tmp.unlink(missing_ok=True)
-        path.parent.mkdir(parents=True, exist_ok=True)
         yield tmp
         tmp.replace(path)
+
+
+@contextlib.contextmanager
+def _writing(path: pathlib.Path) -> Iterator[None]:
+    """A block that writes a file. Its OSErrors name it: the system's for a full disk does not."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield
     except OSError as e:
-        raise OSError(f"{path}: {e}") from None  # the error of a full disk names no file
+        raise OSError(f"{path}: {e}") from None
 
 
 def write_json(path: pathlib.Path, obj: object) -> None:
@@ -54,18 +61,29 @@ def write_json(path: pathlib.Path, obj: object) -> None:
         tmp.write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
-def read_json(path: pathlib.Path) -> Any:
-    """The content of a .json file. ValueError names a file that is not there or not JSON."""
+def read_json(path: pathlib.Path, parts: Mapping[str, type] | None = None) -> Any:
+    """The content of a .json file.
+
+    parts: if given, the content must be an object, and each of these fields that it has must be of
+    this type. ValueError names a file that is not there, not JSON, or otherwise wrong.
+    """
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as e:
-        raise ValueError(f"{path}: not readable as JSON ({e}); repair or remove it") from None
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as e:
+        raise ValueError(f"{path}: {e.strerror}") from None
+    except (ValueError, RecursionError) as e:
+        raise ValueError(f"{path}: not JSON ({e}); repair or remove it") from None
+    if parts is not None and not isinstance(content, dict):
+        raise ValueError(f"{path}: must hold an object; repair or remove it")
+    for name, kind in (parts or {}).items():
+        if not isinstance(content.get(name, kind()), kind):
+            raise ValueError(f"{path}: {name} must be a {kind.__name__}; repair or remove it")
+    return content
 
 
 def append_jsonl(path: pathlib.Path, rows: Iterable[dict]) -> None:
     """Append one JSON line per row. A line that a kill has torn is cut off first."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "a+b") as f:
+    with _writing(path), open(path, "a+b") as f:
         if f.tell():
             f.seek(-1, os.SEEK_END)
             if f.read() != b"\n":
@@ -95,22 +113,26 @@ def rows_and_ends(path: pathlib.Path) -> Iterator[tuple[Any, int]]:
             end += len(line)
             try:
                 row = json.loads(line)
-            except ValueError as e:
+            except (ValueError, RecursionError) as e:
                 raise ValueError(f"{path}:{i}: not JSON ({e}); repair or remove it") from None
             yield row, end
 
 
-def rows_of_steps(path: pathlib.Path) -> Iterator[tuple[dict, int]]:
-    """As `rows_and_ends`, for rows that have a step. ValueError names the line that has none."""
+def rows_with(path: pathlib.Path, name: str, kind: type) -> Iterator[tuple[dict, int]]:
+    """As `rows_and_ends`, if each row has this field, of this type. ValueError names the line."""
     for i, (row, end) in enumerate(rows_and_ends(path), 1):
-        if not isinstance(row, dict) or type(row.get("step")) is not int:
-            raise ValueError(f"{path}:{i}: a row without its step; repair or remove the file")
+        if not isinstance(row, dict) or type(row.get(name)) is not kind:
+            raise ValueError(f"{path}:{i}: a row without its {name}; repair or remove the file")
         yield row, end
 
 
 def end_of_step(path: pathlib.Path, last: int) -> int:
     """The byte where the rows of all steps up to `last` end. Steps are in order."""
-    return max((end for row, end in rows_of_steps(path) if row["step"] <= last), default=0)
+    last_end = 0
+    for row, end in rows_with(path, "step", int):
+        if row["step"] <= last:
+            last_end = end
+    return last_end
 
 
 def of_step(folder: pathlib.Path, step: int, suffix: str = "") -> pathlib.Path:
@@ -181,10 +203,8 @@ def write_digests(folder: pathlib.Path) -> None:
 
 def digests_of(folder: pathlib.Path, needed: bool = False) -> dict[str, str]:
     """A checkpoint's digests; {} if it has no digests.json, which is an error if `needed`."""
-    digests = read_json(folder / DIGESTS) if needed or (folder / DIGESTS).exists() else {}
-    if not isinstance(digests, dict):
-        raise ValueError(f"{folder / DIGESTS}: has no digests of files; repair or remove it")
-    return digests
+    has_digests = needed or (folder / DIGESTS).exists()
+    return read_json(folder / DIGESTS, {}) if has_digests else {}
 
 
 def refuse_damaged(folder: pathlib.Path, digests: dict[str, str]) -> None:

@@ -39,8 +39,8 @@ CACHE_LAYERS = {
     "LinearAttentionAndFullAttentionLayer",
     "DummyLayer",
 }
-# Settings of an adapter that training reads, that change no number, or that say which layers have
-# adapters, for `restore` compares the tensors.
+# PEFT settings that are safe in --adapter: training reads them, they do not change the output, or
+# `restore` checks their effect.
 READ_OR_HARMLESS = """
     r lora_alpha use_rslora base_model_name_or_path revision task_type auto_mapping peft_version
     inference_mode fan_in_fan_out lora_dropout target_modules exclude_modules layers_to_transform
@@ -212,10 +212,10 @@ def refuse_not_finite(tensors: Iterable[tuple[str, Tensor]]) -> None:
 def check_batching(model, ids: list[int]) -> None:
     """ValueError if decoding cannot batch the model. Rows join, leave, and are padded on the left.
 
-    ids: of any text. One row has these ids as its padding, the other zeros; then both have the last
-    id alone, because padding changes a row's first tokens most. We decode two tokens of each, and
-    their logits must be equal. A mixture of experts multiplies both rows together, so that rounding
-    is the same. On "meta" we look only at the kinds of layers in the cache.
+    ids: of any text. Both rows end on the last id; one has these ids under its padding, the other
+    zeros. If the logits of the next two tokens differ, padding leaks. (We compare two rows of one
+    batch because their rounding is the same, also in a mixture of experts.) On "meta" we look only
+    at the kinds of layers in the cache.
     """
     cache = DynamicCache(config=model.config)
     kinds = {type(layer).__name__ for layer in cache.layers}

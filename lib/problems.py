@@ -165,7 +165,9 @@ def _json_rows(file: pathlib.Path) -> Iterator[tuple[str, Any]]:
                 where = f"{file}:{i}"
                 if line.strip():
                     yield where, json.loads(line)
-    except (OSError, ValueError, RecursionError) as e:
+    except OSError as e:
+        raise ValueError(f"{file}: {e.strerror}") from None
+    except (ValueError, RecursionError) as e:
         cause = str(e).replace("line 1 ", "")
         raise ValueError(f"{where}: not read as JSON in UTF-8 ({cause})") from None
 

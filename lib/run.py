@@ -63,7 +63,7 @@ class Run:
     skipped: int = 0  # steps in a row, up to that one, whose gradient was not finite
     memories: dict[str, dict] = field(default_factory=dict)  # from a killed cold start, by problem
     # What each rank loads.
-    verifier: Any = None  # a `verify.Judge`
+    verifier: verify.Judge
     lm: Any = None  # the policy: a causal language model with adapters
     tokenizer: Any = None
     stream: Any = None  # a `Stream`: decodes completions of the policy, by `generate`
@@ -85,7 +85,7 @@ class Run:
         cfg: Config,
         load_bank: Callable[..., Any],
         student_prompt: Callable[[Any, str], list[int]],
-        load: Callable[[Any, contextlib.ExitStack], None] | None = None,
+        load: Callable[[Any], None] | None = None,
     ) -> Iterator[Self]:
         """Open the run of --out, new or to be continued, with its logs cut to the last checkpoint.
 
@@ -98,21 +98,22 @@ class Run:
         """
         signals = command.Signals()
         signals.install()  # from here on Ctrl-C ends the command at once
-        with contextlib.ExitStack() as held:
+        with contextlib.ExitStack() as at_exit:  # closes the verifier and unlocks the folder
             with command.one_line_errors(cfg.program, *command.GIVEN):
                 world = distributed.init(cfg.device)
-                refuse_other_processes(cfg, world)
-                read = None
+                state: dict[str, Any] = {}
                 if world.main:
-                    refuse_other_files(cfg)
-                    held.enter_context(files.locked(pathlib.Path(cfg.out)))
-                    read = read_state(cfg, world, load_bank)
-                state = distributed.broadcast(read, world)
-                run = cls(cfg=cfg, world=world, signals=signals, **state)
+                    stored_manifest(cfg)  # refuses a folder that is no run
+                    at_exit.enter_context(files.locked(pathlib.Path(cfg.out)))
+                    state = read_state(cfg, world, load_bank)
+                state = distributed.broadcast(state, world)
+                verifier = verify.load_judge(cfg.verifier)(cfg.verify_timeout)
+                at_exit.enter_context(verifier)
+                run = cls(cfg=cfg, world=world, verifier=verifier, signals=signals, **state)
                 if run.checkpoint:
                     with reading(run.checkpoint):
                         files.refuse_damaged(run.checkpoint, run.digests)
-                (load or load_run)(run, held)
+                (load or load_run)(run)
                 leave_out_long(run, student_prompt)
                 distributed.barrier(world)
                 if world.main:
@@ -154,7 +155,7 @@ class Run:
         self.track = runlog.open_tracker(self.out, self.manifest)  # it may fail
         learn = sum(p.numel() for p in model.trained(self.lm).values()) if self.cfg.steps else 0
         print(f"model {self.cfg.model}: {learn:,} of {self.lm.num_parameters():,} parameters learn")
-        if "eps_a" in self.cfg.rules():  # the methods with a mask
+        if self.cfg.masks_tokens:
             masked = sorted(self.masked_ids)
             texts = " ".join(repr(self.tokenizer.decode([i])) for i in masked[:40])
             print(f"token mask: {len(masked)} formatting and special ids (S2): {texts}")
@@ -215,7 +216,8 @@ class Run:
     def save_bank(self) -> None:
         """Rank 0 saves the bank that was made or evolved after the last step, changed or not.
 
-        We write the checkpoint's copy last: while that has a window, the evolution is still due.
+        We write the checkpoint's copy last. Until then it has its window, so that an evolution that
+        is killed is made again.
         """
         if self.world.main:
             self.bank.save(files.of_step(self.out / "bank", self.step, ".json"))
@@ -229,14 +231,8 @@ class Run:
 
 
 def evolution_is_due(run: Run) -> bool:
-    """Whether the bank must evolve now: F divides the last step, and its window is not empty (D9).
-
-    The window holds the rollouts since the evolution before; an evolution ends by emptying it. A
-    run that was killed on the way continues with the window of its checkpoint, so it is still due.
-    """
-    if not run.cfg.evolves or run.bank is None:
-        return False
-    return run.step % run.cfg.evolve_every == 0 and bool(run.bank.window)
+    """Whether the bank must evolve now, after the last step; `skills.evolution_is_due` decides."""
+    return run.bank is not None and run.bank.evolution_is_due(run.step, run.cfg.evolve_every)
 
 
 def should_stop(run: Run) -> bool:
@@ -388,7 +384,7 @@ def shared_replies(run: Run, prompts: list[str], repeats: list[int]) -> list[str
         limit = max(run.cfg.reply_tokens, len(ids) * 5 // 4)
         key = rollout.sample_key(run.cfg.seed, 0, prompt, repeat)
         if len(ids) < context:
-            jobs[again if repeat else first].append(Job(i, ids, key=key, tokens_left=limit))
+            jobs[again if repeat else first].append(Job(i, ids, key=key, limit=limit))
     cut = len(prompts) - sum(map(len, jobs.values()))  # those that are not asked
     replies = [""] * len(prompts)
     for sampling in jobs:
@@ -408,24 +404,17 @@ def shared_replies(run: Run, prompts: list[str], repeats: list[int]) -> list[str
 # ------------------------------------------------- what rank 0 reads, before anything is loaded
 
 
-def refuse_other_processes(cfg: Config, world: World) -> None:
-    """ValueError unless all ranks have the same settings (--out aside), model files and code."""
-    if world.size > 1:
-        shared = {
-            **{config.flag(name): value for name, value in asdict(cfg).items() if name != "out"},
-            "the files of --model": files.tree_digest(cfg.model),
-            "the code": files.digest(code_of(cfg)),
-        }
-        distributed.refuse_other_commands(distributed.all_gather(shared, world))
-
-
-def refuse_other_files(cfg: Config) -> None:
-    """ValueError if the folder holds files that are not a run's."""
+def stored_manifest(cfg: Config) -> dict[str, Any]:
+    """The config.json of the run in --out; {} if it is empty, ValueError if it has other files."""
     out = pathlib.Path(cfg.out)
     names = sorted(path.name for path in out.glob("[!.]*"))
-    is_run = "config.json" in names and "program" in files.read_json(out / "config.json")
-    if names and not is_run:
+    stored = {}
+    if "config.json" in names:
+        parts = {"settings": dict, "continuations": list}
+        stored = files.read_json(out / "config.json", parts)
+    if names and "program" not in stored:
         raise ValueError(f"--out {out}: holds {names[0]}, and no run; give another directory")
+    return stored
 
 
 def load_training(cfg: Config) -> list[Problem]:
@@ -462,13 +451,13 @@ def new_manifest(cfg: Config, data: list[Problem], world: World) -> dict[str, An
         "settings": json.loads(json.dumps(settings)),  # tuples become lists
         # With all fields of a problem, because a verifier or a teacher may read them.
         "problems": files.digest([(x.id, x.problem, x.answer, x.extra) for x in data]),
-        "code": code_of(cfg),
+        "code": digest_of_code(cfg),
         "processes": world.size,
     }
 
 
-def code_of(cfg: Config) -> dict[str, str]:
-    """The sha256 of each file of code and each prompt that a run may depend on, by the file's name.
+def digest_of_code(cfg: Config) -> str:
+    """A digest of the code and the prompts that a run may depend on.
 
     Of code these are the project's modules that are imported, the file that was started, and the
     verifier's. Another file of yours in the project's folder changes nothing.
@@ -480,8 +469,7 @@ def code_of(cfg: Config) -> dict[str, str]:
         path = pathlib.Path(getattr(module, "__file__", None) or "")
         if ROOT in path.parents and "site-packages" not in path.parts:
             paths.append(path)
-    names = [str(path.relative_to(ROOT)) if ROOT in path.parents else path.name for path in paths]
-    return {name: files.file_digest(path) for name, path in sorted(zip(names, paths))}
+    return files.digest(sorted({files.file_digest(path) for path in paths}))
 
 
 def read_state(cfg: Config, world: World, load_bank: Callable[..., Any]) -> dict[str, Any]:
@@ -489,20 +477,19 @@ def read_state(cfg: Config, world: World, load_bank: Callable[..., Any]) -> dict
 
     ValueError if this command may not continue the folder's run.
     """
-    out = pathlib.Path(cfg.out)
+    runlog.load_tracker(cfg.report_to)
     data = load_training(cfg)
     manifest = new_manifest(cfg, data, world)
-    checkpoints = files.by_step(out / "checkpoints")
+    checkpoints = files.by_step(pathlib.Path(cfg.out, "checkpoints"))
     step = max(checkpoints, default=0)
     checkpoint = checkpoints.get(step)
     skipped = 0
     memories: dict[str, dict] = {}
-    if (out / "config.json").exists():
-        stored = files.read_json(out / "config.json")
-        if not (checkpoint or first_bank(cfg).exists()):
-            memories = memories_so_far(cfg, stored)
+    if stored := stored_manifest(cfg):
         manifest = continued(cfg, step, manifest, stored)
         skipped = skipped_so_far(cfg, step, stored)
+        if not (checkpoint or first_bank(cfg).exists()):
+            memories = memories_so_far(cfg, stored)
     digests: dict[str, str] = {}
     with reading(checkpoint):
         if checkpoint:
@@ -543,7 +530,7 @@ def memories_so_far(cfg: Config, stored: dict[str, Any]) -> dict[str, dict]:
     """The memories of a cold start that was killed, by problem. stored: its config.json."""
     out = pathlib.Path(cfg.out)
     memories = {}
-    for row in files.read_jsonl(out / "bank/memories.jsonl"):
+    for row, _ in files.rows_with(out / "bank/memories.jsonl", "problem_id", str):
         memories[row["problem_id"]] = row
     if memories and bool(cfg.server) != bool(stored["settings"].get("server")):
         raise ValueError(
@@ -560,11 +547,13 @@ def skipped_so_far(cfg: Config, step: int, stored: dict[str, Any]) -> int:
     """
     out = pathlib.Path(cfg.out)
     made = skipped = 0
-    for row, _ in files.rows_of_steps(out / "metrics.jsonl"):
+    for row, _ in files.rows_with(out / "metrics.jsonl", "step", int):
         made = row["step"]
         if made <= step:
             skipped = skipped + 1 if row.get("skipped") else 0
-    first = stored["settings"].get("checkpoint_every", cfg.checkpoint_every)
+    first = stored["settings"].get("checkpoint_every")
+    if type(first) is not int:
+        first = cfg.checkpoint_every
     if cfg.evolves:
         first = min(first, cfg.evolve_every)
     if made > first and not step:
@@ -601,10 +590,8 @@ def continued(
         refused.append(f"--steps {cfg.steps}, where the run has made {step}")
     if refused:
         raise ValueError(f"--out {out}: {'; '.join(refused)}; give the run's value, or a new --out")
-    code = stored["code"]  # of an earlier version one digest: all files are named
-    edited = [name for name, x in manifest["code"].items() if name not in code or code[name] != x]
-    if edited:
-        changed["the code"] = f"the code: {', '.join(edited)}"
+    if manifest["code"] != stored["code"]:
+        changed["the code"] = "the code or a prompt"
     again = {**runlog.provenance(), "step": step, "changed": [*changed.values()]}
     new = {name: manifest[name] for name in ("settings", "code", "processes")}
     return {**stored, **new, "continuations": [*stored["continuations"], again]}
@@ -634,18 +621,14 @@ def reading(checkpoint: pathlib.Path | None) -> Iterator[None]:
 # ----------------------------------------------------------------------- loading, and the start
 
 
-def load_run(run: Run, held: contextlib.ExitStack) -> None:
-    """Load everything that bad input can break, without writing a file.
-
-    held: the exit stack that closes the verifier and the lock at the end.
-    """
+def load_run(run: Run) -> None:
+    """Load encoder, policy, adapters and optimizer, without writing a file."""
     cfg = run.cfg
     if cfg.server and cfg.adapter:
         raise ValueError(
             f"--server {' '.join(cfg.server)}: it samples the base, and --adapter begins with "
             "other weights; leave one of them out"
         )
-    run.verifier = held.enter_context(verify.load_judge(cfg.verifier)(cfg.verify_timeout))
     rank, alpha = lora_settings(run)
     if cfg.uses_skill_bank and cfg.steps:  # before the policy, which takes minutes
         run.embed = model.load_encoder(cfg.encoder, run.device)

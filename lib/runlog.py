@@ -70,7 +70,6 @@ def memory_gb(device: torch.device) -> float:
 def rollout_row(
     step: int,
     index: int,
-    pairs_K: Sequence[Any],
     roll: Any,
     reward: float,
     result: Any,
@@ -78,14 +77,14 @@ def rollout_row(
 ) -> dict[str, Any]:
     """One rollout's row of rollouts.jsonl.
 
-    index: its place in the global batch. pairs_K: its `SkillPair`s. result: its .loss, .numbers and
-    .token_numbers. The row has counts of the gaps `delta` and of the `mask`, if there are any;
-    without a mask every token counts. c_delta: the bound beyond which a gap counts as clipped.
-    ValueError as `joined` raises it.
+    index: its place in the global batch. result: its .loss, .numbers, .token_numbers and .pairs_K,
+    which are `SkillPair`s or None. The row has counts of the gaps `delta` and of the `mask`, if
+    there are any; without a mask every token counts. c_delta: the bound beyond which a gap counts
+    as clipped. ValueError as `joined` raises it.
     """
     row = {"index": index, "step": step, **asdict(roll), "reward": float(reward)}
     row |= {"pairs": [], "s_g": [], "s_e": []}
-    for pair in pairs_K:
+    for pair in result.pairs_K or ():
         row["pairs"].append([pair.skill["skill_id"], pair.mistake["mistake_id"]])
         row["s_g"].append(pair.s_g)
         row["s_e"].append(pair.s_e)
@@ -139,8 +138,8 @@ def summarize(
 
     rows: the step's rows of rollouts.jsonl from all ranks, at least one. norm: the gradient's,
     before clipping; if it is not finite, the step counts as skipped. seconds: those of each part.
-    gb: peak memory, GiB. We leave out numbers of supports over no teachers, and where no row has
-    gaps or a mask their numbers; shares and other means over nothing are 0. A number of the
+    gb: peak memory, GiB. We leave out the numbers of supports where there are none, and those of
+    gaps and masks where no row has any; other shares and means over nothing are 0. A number of the
     method's own is a mean over the rows that have it. ValueError as `joined` raises it.
     """
     columns: dict[str, list[float]] = {"loss": []}
@@ -290,10 +289,10 @@ def warnings_after(steps: Sequence[dict[str, Any]], cfg: Any) -> list[str]:
         lines.append(
             f"no group had right and wrong solutions {beginning}, so nothing was learnt: {cause}"
         )
-    if "eps_a" in cfg.rules() and not mean("rho_distilled") and not mean("rho_reversed"):
+    if cfg.has_polarity and not mean("rho_distilled") and not mean("rho_reversed"):
         cause = "no solution had a teacher: is the bank empty, or the model's context too short?"
         if mean("rho_ignored"):
-            size = statistics.median(row.get("abs_a_p50", 0.0) for row in steps)
+            size = statistics.median(row["abs_a_p50"] for row in steps if "abs_a_p50" in row)
             cause = f"the median size of a support is {size:.3g} nats, and --eps-a is {cfg.eps_a:g}"
         lines.append(
             f"no teacher was decided {beginning}, so nothing was learnt: {cause}; "
@@ -305,19 +304,26 @@ def warnings_after(steps: Sequence[dict[str, Any]], cfg: Any) -> list[str]:
 # ------------------------------------------------------------------------ trackers and provenance
 
 
+def load_tracker(report_to: str) -> Any:
+    """The package of --report-to, or None. ImportError if it is not installed."""
+    if report_to == "none":
+        return None
+    import wandb
+
+    return wandb
+
+
 def open_tracker(
     out: pathlib.Path, manifest: dict[str, Any]
 ) -> Callable[[dict[str, Any]], object] | None:
     """What sends a row of metrics.jsonl to Weights & Biases; None without --report-to.
 
-    out: the run's folder. manifest: its config.json, by whose id wandb continues a run. ImportError
-    if wandb is not installed.
+    out: the run's folder. manifest: its config.json, by whose id wandb continues a run.
     """
     settings = manifest["settings"]
-    if settings["report_to"] == "none":
+    wandb = load_tracker(settings["report_to"])
+    if not wandb:
         return None
-    import wandb
-
     given = {"name": out.name, "id": manifest["id"], "dir": str(out), "config": settings}
     wandb.init(project="sgsd", resume="allow", **given)
     return lambda m: wandb.log(m, step=m["step"])

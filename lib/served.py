@@ -87,19 +87,19 @@ class Server:
         """Yield jobs as they are done, one at a time, with the sampled ids and the stop id.
 
         A job whose prompt fills the context gets no ids (S35).
-        jobs: `rollout.Job`s, whose ids we fill in. sampling: .temperature, .top_p, .top_k. rows:
+        jobs: `rollout.Job`s, whose ids we fill in. sampling: a `rollout.Sampling`. rows:
         requests under way at a time. adapter: its name; "" is the base.
         We repeat a failed request after pauses. If it fails for good, we raise its error after the
         replies under way have been yielded.
         """
         errors: list[OSError] = []
         for job in jobs:
-            job.tokens_left = int(max(0, min(job.tokens_left, self.context - len(job.prompt))))
+            job.begin(sampling, self.context)
 
         def complete(job):
             """In a thread: fill in a job, or leave it as it is after an error of any job."""
             try:
-                if job.tokens_left and not errors:
+                if not job.done and not errors:
                     self._complete(job, sampling, adapter or self.base)
             except OSError as e:
                 errors.append(e)
@@ -108,7 +108,7 @@ class Server:
         # The pool's threads are daemons: an interrupted program does not wait for replies.
         with ThreadPool(max(1, min(rows, len(jobs)))) as pool:
             for job in pool.imap_unordered(complete, jobs):
-                if not job.tokens_left:
+                if job.done:
                     yield [job]
         if errors:
             raise errors[0]
@@ -118,7 +118,7 @@ class Server:
         body = {
             "model": model,
             "prompt": job.prompt,
-            "max_tokens": job.tokens_left,
+            "max_tokens": job.limit,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "top_k": sampling.top_k or -1,
@@ -146,14 +146,14 @@ class Server:
                 raise ValueError("no token_ids; take a server that returns them, such as vLLM")
             if usage.get("prompt_tokens", len(job.prompt)) != len(job.prompt):
                 raise ValueError(f"it read {usage['prompt_tokens']} tokens of {len(job.prompt)}")
-            is_whole = reason == "stop" or (reason == "length" and len(ids) == job.tokens_left)
+            is_whole = reason == "stop" or (reason == "length" and len(ids) == job.limit)
             are_ids = all(type(i) is int for i in ids)
-            if not is_whole or len(ids) > job.tokens_left or not are_ids:
-                raise ValueError(f"{len(ids)} of {job.tokens_left} token_ids, ended by {reason}")
+            if not is_whole or len(ids) > job.limit or not are_ids:
+                raise ValueError(f"{len(ids)} of {job.limit} token_ids, ended by {reason}")
             if reason == "stop" and (not ids or ids[-1] not in self.stops):
                 ids = [*ids, *self.stops[:1]]  # some servers leave out the stop id
             job.ids = ids
-            job.tokens_left = 0
+            job.done = True
 
     @contextlib.contextmanager
     def _json(self, reply: requests.Response) -> Iterator[Any]:

@@ -100,6 +100,10 @@ class AblationConfig(Config):
             raise ValueError("--teacher-field: needs --answer-pi")
 
     @property
+    def masks_tokens(self) -> bool:
+        return self.token_mask
+
+    @property
     def score_temperature(self) -> float:
         """The temperature of the log-probabilities in the loss; 1 if sampling is greedy."""
         return self.loss_temperature or self.temperature or 1.0

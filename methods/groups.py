@@ -129,7 +129,7 @@ def step_jobs(
             prompt = sgsd.student_prompt(run, x.problem)
         for i in range(G):
             key = rollout.sample_key(cfg.seed, step, x.id, epoch * G + i)
-            jobs.append(Job(place * G + i, prompt, key=key, tokens_left=cfg.max_new_tokens, x=x))
+            jobs.append(Job(place * G + i, prompt, key=key, x=x))
         pairs.append(pairs_K)
     return jobs, pairs
 
@@ -156,9 +156,11 @@ def make_step(
             results = losses(run, step, jobs[g * G].x, rolls[group], pairs_K)
             for job, roll, result in zip(jobs[group], rolls[group], results, strict=True):
                 result = RolloutLoss(*result)
+                if result.pairs_K is None:  # the method has left none out
+                    result = result._replace(pairs_K=pairs_K)
                 if result.loss.requires_grad:
                     (result.loss / (run.cfg.batch_size * G)).backward()
-                rows.append(sgsd.log_row(run, step, job.index, pairs_K, roll, result))
+                rows.append(sgsd.log_row(run, step, job.index, roll, result))
                 run.clock.lap("bwd")
         return rows, sgsd.optimizer_step(run, step)
 

@@ -1,4 +1,21 @@
-"""A vocabulary and models small enough to build in a test: no downloads, no files of others."""
+"""A vocabulary and models small enough to build in a test: no downloads, no files of others.
+
+    same(loss, 0.25, 1e-6)                            equal up to a tolerance
+    one_line(lambda: load(path), "bank x", path)      an error of one line that has these words
+    make_tokenizer(), make_model("gemma2", seed=1)    bytes as tokens; a random model of 40 KB
+    save_model(path), make_encoder(path)              folders as a command line takes them
+    make_adapter(path, base)                          an adapter with random weights
+    fake_embed(["a text"])                            an encoder: counts of letters
+    item("x"), items("xyz"), answer(items("xy"))      candidates of a bank, and a writer's reply
+    make_bank(path, n_skills=2)                       a bank with an entry for each of WORDS
+    write_evaluation(folder, k=4, test=[2, 4])        a results.json: right samples by problem
+    with watched(model) as passes: ...                shapes of the ids that a model is passed
+    decoded(model, [(9, 20)], rows=2)                 completions of prompts of so many tokens
+    world_dir                                         a fixture: model, encoder, bank.json, data
+    uninterrupted                                     a fixture: a run that nothing has interrupted
+
+driver.py calls commands, small_run.py has the tests' run, plain.py the equations as loops.
+"""
 
 import contextlib
 import importlib.util
@@ -197,7 +214,7 @@ def decoded(lm, jobs, rows, places=0):
     made, no_stops = [], types.SimpleNamespace(eos_token_id=lm.config.vocab_size)
     for i, (length, limit) in enumerate(jobs):
         prompt = [(17 * i + 31 * place) % 260 for place in range(length)]
-        made.append(rollout.Job(i, prompt, key=i, tokens_left=limit))
+        made.append(rollout.Job(i, prompt, key=i, limit=limit))
     turns = rollout.stream(lm, no_stops, made, rollout.Sampling(), rows, places)
     return {job.index: job.ids for job in itertools.chain.from_iterable(turns)}
 

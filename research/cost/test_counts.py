@@ -55,7 +55,7 @@ def test_the_turns_are_those_of_a_real_stream():
     completions = rollout.generate(lm, tokenizer, prompts, sampling, range(20))
     places = 4 * (max(map(len, prompts)) + 128 + 20)
     with watched(lm) as passes:
-        jobs = [rollout.Job(i, prompt, key=i, tokens_left=96) for i, prompt in enumerate(prompts)]
+        jobs = [rollout.Job(i, prompt, key=i, limit=96) for i, prompt in enumerate(prompts)]
         for _ in rollout.stream(lm, tokenizer, jobs, sampling, 6, places):
             pass
     want = []

@@ -55,7 +55,7 @@ def sample(args: Any, lm: Any, tokenizer: Any) -> list[dict]:
         prompt = rollout.chat_ids(tokenizer, text, thinking="closed")
         key = rollout.sample_key(0, 1, x.id)
         if index not in {row["index"] for row in rows}:
-            jobs.append(Job(index, prompt, key=key, tokens_left=args.max_new_tokens, x=x))
+            jobs.append(Job(index, prompt, key=key, limit=args.max_new_tokens, x=x))
     turns = rollout.stream(lm, tokenizer, jobs, Sampling(), ROWS) if jobs else iter(())
     with verify.Verifier() as judge:
         for judged in rollout.rollouts(tokenizer, stops, judge, turns):

@@ -106,6 +106,7 @@ LEFT_OUT = (
 # What may be lost: what held nothing ([]), these,
 MAY_GO = (
     "metrics.sampling_logp_difference_*",  # of a run whose steps a server sampled
+    "metrics.abs_a_p*",  # of a step without supports
     "*banks.metadata.updates.new",  # the report compares versions of the bank
     "*banks.metadata.updates.dropped",
     "*banks.metadata.updates.copied_*",  # how many copies of static entries were dropped (D11)

@@ -91,8 +91,8 @@ CHANGES = {
         Change("u_B1, right=True)", "u_B1, right=False)", "spec/rollout by_hand"),
         Change("{seed}|{step}|{sample}|{name}", "{seed}|{step}|{name}", "spec/rollout draws_are"),
         Change(
-            "0 if token in stops else job.tokens_left - 1",
-            "job.tokens_left - 1",
+            "token in stops or job.tokens_left == 0",
+            "job.tokens_left == 0",
             "spec/rollout either_stop",
         ),
         Change("staying, width)", "staying, width + 1)", "spec/rollout qwen3"),
@@ -128,6 +128,9 @@ CHANGES = {
             "if success > success_gate",
             "spec/algorithms alg4_lines_1",
         ),
+        Change(
+            "return bool(window) and evolve", "return evolve", "life/continue killed_everywhere"
+        ),
         Change("limited[larger].pop()", "limited[larger].pop(0)", "spec/algorithms alg4_line_13"),
         Change(
             '"lost_replies": lost + lost_in(layers),',
@@ -140,7 +143,6 @@ CHANGES = {
         Change("skipped + 1 if row.get", "skipped if row.get", "life/faults third_in_a_row"),
         Change("len(roll.completion_ids) <= context", "1 <= context", "spec/step left_out"),
         Change("sum(wanted < tokens", "sum(wanted <= tokens", "life/misuse long_problems"),
-        Change("== 0 and bool(run.bank.window)", "== 0", "life/continue killed_everywhere"),
         Change("replace(self.bank, window=[]).save(", "self.bank.save(", "life/continue goes_back"),
         Change("if rule.free:", "if rule:", "life/continue not_free"),
     ],
@@ -215,7 +217,7 @@ CHANGES = {
         Change(
             "dtype=torch.float32, output", "dtype=torch.bfloat16, output", "on_trl/gradient shards"
         ),
-        Change("job.ids = ids[: job.tokens_left]", "job.ids = ids", "on_trl/vllm greedy"),
+        Change("job.ids = ids[: job.limit]", "job.ids = ids", "on_trl/vllm greedy"),
         Change("job.prompt for job in turn] or", "[1] for job in turn] or", "on_trl/vllm greedy"),
     ],
 }

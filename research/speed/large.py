@@ -211,7 +211,7 @@ def watched_stream(
     jobs, rows_of_passes, read = [], [], 0
     for i, (prompt, new) in enumerate(shapes):
         ids = [5 + (17 * i + 31 * place) % 900 for place in range(prompt)]
-        jobs.append(rollout.Job(i, ids, key=i, tokens_left=new))
+        jobs.append(rollout.Job(i, ids, key=i, limit=new))
 
     def note(_: Any, args: Any, given: dict) -> None:
         nonlocal read

@@ -9,7 +9,6 @@ killed in step 6: five steps are in its logs, and the last checkpoint is that of
 import dataclasses
 import itertools
 import json
-import os
 import shutil
 import signal
 
@@ -121,7 +120,7 @@ def test_a_window_is_kept_between_evolutions_alone(world_dir, killed, tmp_path, 
 
 def test_a_bank_alone_stays_and_later_steps_use_it(world_dir, tmp_path, uninterrupted):
     out = tmp_path / "run"
-    run(small_flags(world_dir, out, steps=0))
+    assert "%|" not in run(small_flags(world_dir, out, steps=0))  # a log has no bars
     before = contents(out / "bank")
     run(small_flags(world_dir, out, steps=0))
     assert contents(out / "bank") == before
@@ -149,6 +148,8 @@ def test_memories_and_a_bank_are_used_again(world_dir, tmp_path, uninterrupted):
     text = memories.read_text()
     memories.write_text(text + "{broken\n")
     refused(main, argv, "memories.jsonl:", "not JSON")
+    memories.write_text(text + '{"reward": 1}\n')
+    refused(main, argv, "memories.jsonl:", "problem_id")
     memories.write_text(text)
     refused(main, [*argv, "--cold-start=5"], "--cold-start", "new --out")
     refused(main, [*argv, server], "--server", "new --out")
@@ -245,8 +246,7 @@ def test_a_run_goes_on_with_other_code_alone(world_dir, tmp_path, monkeypatch):
     judge.write_text(OWN_JUDGE + "# edited\n")
     killed_at("metrics.jsonl", argv)
     (line,) = stored(out)["continuations"][0]["changed"]
-    assert line == "the code: own_judge.py" and contents(out / "bank") == bank
-    assert {"sgsd.py", "lib/run.py", "prompts/student.txt"} <= stored(out)["code"].keys()
+    assert line == "the code or a prompt" and contents(out / "bank") == bank
     assert "changed:" not in run(argv)
 
 
@@ -254,6 +254,9 @@ def test_a_setting_that_an_edit_has_added_has_its_default(world_dir, killed):
     about, argv = stored(killed), small_flags(world_dir, killed)
     (killed / "config.json").write_text('{"program": "sgsd.py"}')
     refused(main, argv, killed, "older version", "another directory")
+    for damaged in (5, None, about | {"settings": []}, about | {"continuations": {}}):
+        (killed / "config.json").write_text(json.dumps(damaged))
+        refused(main, argv, killed / "config.json")
     for name in ("report_to", "tau_g", "server"):  # the last one is a list
         del about["settings"][name]
     (killed / "config.json").write_text(json.dumps(about))
@@ -316,16 +319,4 @@ def test_a_folder_that_is_no_run_of_this_program_is_refused(world_dir, killed):
     (killed / "config.json").unlink()
     before = contents(killed)
     refused(main, argv, killed, "holds bank, and no run")
-    assert contents(killed) == before
-
-
-def test_a_process_with_another_setting_is_refused(world_dir, killed):
-    """Without torchrun each rank prints its line."""
-
-    def with_another_seed(argv):
-        return main([*argv, f"--seed={os.environ['RANK']}"])
-
-    before = contents(killed)
-    text, _ = run_two(small_flags(world_dir, killed), with_another_seed, ends=(2, 2))
-    assert "--seed" in text.splitlines()[-1] and "rank 1" in text.splitlines()[-1]
     assert contents(killed) == before

@@ -8,7 +8,6 @@ import ast
 import importlib
 import math
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -108,18 +107,20 @@ def test_a_module_works_alone(path, tmp_path):
     run([], program)
 
 
-def fence(file, **given):
-    """What stands from the first rule to the second of a file, run with these names alone."""
-    _, part, *_ = re.split(r"^# -{20,} .*\n", (ROOT / file).read_text(), flags=re.M)
-    for node in ast.walk(ast.parse(part)):
+def fence(module, first, last, **given):
+    """What stands from one definition of a module to another, run with these names alone."""
+    body = SOURCES[module].body
+    names = [getattr(node, "name", None) or ast.unparse(node).split(" = ")[0] for node in body]
+    part = ast.Module(body[names.index(first) : names.index(last) + 1], [])
+    for node in ast.walk(part):
         assert not isinstance(node, ast.Import | ast.ImportFrom), ast.unparse(node)
-    exec(part, given)
+    exec(compile(part, module, "exec"), given)
     return SimpleNamespace(**given)
 
 
 def test_the_objective_needs_torch_alone():
     types = {"Collection": Collection, "Sequence": Sequence}
-    f = fence("sgsd.py", math=math, torch=torch, Tensor=torch.Tensor, **types)
+    f = fence("sgsd", "EPS", "token_credit", math=math, torch=torch, Tensor=torch.Tensor, **types)
     cfg, alpha_K = SimpleNamespace(c_delta=3.0, eps_a=0.05, tau_g=1.0), t([0.5, 0.5])
     logpT_KT, logpS_T = t([[-0.5, -1.5], [1.0, -0.4]]), t([-1.0, -0.5]).requires_grad_()
     mask_T = f.token_mask([5, 6], {7})
@@ -130,7 +131,7 @@ def test_the_objective_needs_torch_alone():
 
 def test_the_metrics_need_numpy_alone():
     types = {"Any": Any, "Callable": Callable, "Hashable": Hashable, "Sequence": Sequence}
-    f = fence("eval.py", np=np, math=math, Counter=Counter, **types)
+    f = fence("eval", "avg_at_k", "_checked", np=np, math=math, Counter=Counter, **types)
     correct_PK = np.array([[1, 0], [1, 1]], dtype=bool)
     assert f.avg_at_k(correct_PK) == 0.75 and f.pass_at_k(correct_PK, 2) == 1.0
     right_PK = [[False, True, True]]

@@ -1,14 +1,17 @@
 """Durable files: whole or absent, JSON lines, and a folder that one process holds."""
 
 import contextlib
+import resource
 import signal
 import threading
 
 import pytest
 from conftest import one_line
-from driver import start
+from driver import run, start
 
 from lib import files
+
+DEEP = "[" * 100_000
 
 
 def names(folder):
@@ -31,15 +34,35 @@ def test_a_file_or_folder_is_whole_or_absent_without_what_a_kill_left(left, tmp_
     assert files.read_json(tmp_path / "a/b.json") == {"text": "π \ud800"}
 
 
-def test_a_damaged_file_is_named(tmp_path):
-    (tmp_path / "a.json").write_text("{")
-    one_line(lambda: files.read_json(tmp_path / "a.json"), "a.json")
+@pytest.mark.parametrize("text", [None, "{", DEEP, "5", "null", "[]", '{"part": 3}'])
+def test_a_json_file_that_is_not_what_it_must_be_is_named(text, tmp_path):
+    """It is not there, torn, too deep to read, no object, or has a part of another kind."""
+    file = tmp_path / "a.json"
+    if text is not None:
+        file.write_text(text)
+    line = one_line(lambda: files.read_json(file, {"part": dict}), file)
+    assert ("JSON" in line) == (text in ("{", DEEP))
+
+
+def test_a_damaged_row_or_list_of_digests_is_named(tmp_path):
     (tmp_path / files.DIGESTS).write_text('["a.json"]')
     one_line(lambda: files.digests_of(tmp_path), tmp_path / files.DIGESTS)
     log = tmp_path / "log.jsonl"
-    for row in ("{}}", "{}", '{"step": "3"}', "[1]"):
+    for row in ("{}}", "{}", '{"step": "3"}', "[1]", DEEP):
         log.write_text(f'{{"step": 1}}\n{row}\n{{"step": 2}}\n')
         one_line(lambda: files.end_of_step(log, 2), f"{log}:2")
+
+
+def test_a_full_disk_is_told_with_the_logs_name(tmp_path):
+    """As full as one process can make it; the error of the system names no file."""
+    log = tmp_path / "log.jsonl"
+
+    def program(argv):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10, 10))
+        one_line(lambda: files.append_jsonl(log, [{"step": 1}] * 9), log, "too large", kind=OSError)
+        return 0
+
+    run([], program)
 
 
 def test_checkpoints_are_in_the_order_of_their_steps(tmp_path):

@@ -7,6 +7,7 @@ lines of sgsd.py on a random model; `refused` calls a program, and gives its one
 
 import pathlib
 import shutil
+import sys
 
 import peft
 import pytest
@@ -24,17 +25,22 @@ def test_a_wrong_input_is_one_line(world_dir, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     pathlib.Path("no_answer.jsonl").write_text('{"problem": "p"}\n')
     pathlib.Path("torn.json").write_text("{")
+    pathlib.Path("deep.json").write_text("[" * 100_000)
     before = contents(world_dir)
 
     def refused_with(words, **changes):
         refused(sgsd.main, flags(world_dir, "run", **changes), words)
         assert not contents(tmp_path / "run")
 
+    refused_with("none.jsonl: No such file", data="none.jsonl")
     refused_with("no_answer.jsonl:1", data="no_answer.jsonl", model="no/such")
     refused_with("bank torn.json", bank="torn.json", model="no/such")
+    refused_with("bank deep.json", bank="deep.json", model="no/such")
     refused_with(f"encoder {world_dir}/model", encoder=world_dir / "model", model="no/such")
     refused_with("http://127.0.0.1:9/v1", server="http://127.0.0.1:9/v1", bank="")
     refused_with("and --adapter begins with other weights", server="http://a/v1", adapter="x")
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    refused_with("wandb", report_to="wandb")
     assert contents(world_dir) == before and not [*world_dir.rglob(files.LOCK)]
 
 

@@ -44,8 +44,8 @@ def test_a_row_counts_unmasked_tokens_and_clipped_gaps_and_has_each_tokens_text(
     roll, delta_KT = Roll("p", ids, -1), t([[2.0, 3.0], [-0.5, 0.0]])
     numbers = {"a": t([0.5, -0.5]), "rho": torch.tensor([-1, 1])}
     token_numbers = {"mask": torch.tensor([1, 0]), "delta": delta_KT}
-    result = sgsd.RolloutLoss(t(0.25), numbers, token_numbers)
-    line = runlog.rollout_row(7, 3, [pair, pair], roll, -1, result, c_delta=1.0)
+    result = sgsd.RolloutLoss(t(0.25), numbers, token_numbers, [pair, pair])
+    line = runlog.rollout_row(7, 3, roll, -1, result, c_delta=1.0)
     assert (line["index"], line["step"], line["problem_id"], line["reward"]) == (3, 7, "p", -1)
     assert (line["pairs"], line["s_e"]) == ([["gen_001", "err_002"]] * 2, [-0.25, -0.25])
     assert (line["loss"], line["a"], line["rho"]) == (0.25, [0.5, -0.5], [-1, 1])
@@ -56,11 +56,9 @@ def test_a_row_counts_unmasked_tokens_and_clipped_gaps_and_has_each_tokens_text(
     assert (tokens["text"], tokens["mask"]) == (["\\boxed", "{"], [1, 0])
     for name in ("reward", "clipped", "audit", "bank_skills"):  # a name that a row has, or might
         clash = sgsd.RolloutLoss(t(0.0), {name: t(1.0)}, {})
-        one_line(
-            lambda x=clash: runlog.rollout_row(7, 3, [], roll, -1, x, c_delta=1.0), f"'{name}'"
-        )
+        one_line(lambda x=clash: runlog.rollout_row(7, 3, roll, -1, x, c_delta=1.0), f"'{name}'")
     alone = sgsd.RolloutLoss(t(0.0), {}, {"mask": torch.tensor([1, 0])})
-    assert runlog.rollout_row(7, 3, [], roll, -1, alone, c_delta=1.0)["unmasked"] == 1
+    assert runlog.rollout_row(7, 3, roll, -1, alone, c_delta=1.0)["unmasked"] == 1
 
 
 def test_a_steps_numbers_by_hand():

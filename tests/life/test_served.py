@@ -51,13 +51,13 @@ def sample(engine):
 
 
 def test_prompts_travel_as_ids_with_every_field_of_sampling_and_ids_come_back(engine, sample):
-    todo, full = jobs(limit=5000), Job(9, [7] * 4096, key=9, tokens_left=5)
+    todo, full = jobs(limit=5000), Job(9, [7] * 4096, key=9, limit=5)
     for turn in a_server(engine).stream([*todo, full], Sampling(0.7, 0.9, 20), 16):
         (job,) = turn
         if job is full:  # its prompt fills the context
             continue
-        assert (job.ids, job.tokens_left) == ([24 + job.index, 7, STOPS[0]], 0)
-    assert not any(job.tokens_left for job in [*todo, full]) and not full.ids
+        assert job.ids == [24 + job.index, 7, STOPS[0]]
+    assert all(job.done for job in [*todo, full]) and not full.ids
     bodies = {body["prompt"][2]: body for body in engine.bodies()}
     assert len(bodies) == len(engine.calls) == 6
     fields = {"model": "base", "prompt": [7, 8, 12], "max_tokens": 4093, "temperature": 0.7}

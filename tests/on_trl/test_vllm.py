@@ -19,7 +19,7 @@ GREEDY, SECOND = Sampling(temperature=0.0), Sampling(temperature=1.1, top_p=0.95
 def jobs_of(lefts):
     """Prompts of different lengths with these limits."""
     prompts = [conftest.make_tokenizer().encode(x.problem) for x in PROBLEMS]
-    return [Job(i, prompts[i], key=i, tokens_left=left) for i, left in enumerate(lefts)]
+    return [Job(i, prompts[i], key=i, limit=left) for i, left in enumerate(lefts)]
 
 
 def replies_of(stream, jobs, sampling, rows=2):
@@ -133,7 +133,7 @@ def test_a_context_of_the_engine_that_is_too_short_is_an_error_of_one_line(on_vl
     of_trl = on_vllm("--vllm_max_model_length", "120")
     flag = "--vllm_max_model_length 120"
     conftest.one_line(of_trl.train, flag, kind=command.UserError)
-    long = Job(0, [1] * 119, key=0, tokens_left=50)
+    long = Job(0, [1] * 119, key=0, limit=50)
     replies_of(of_trl.stream, [long], GREEDY)  # a reply is cut there, as at its limit
     long.prompt.append(1)
     call = functools.partial(replies_of, of_trl.stream, [long], GREEDY)

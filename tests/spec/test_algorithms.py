@@ -1,6 +1,6 @@
 """Algorithms 2, 3 and 4, line by line.
 
-The model is a table, a line for each call of `complete`, with what it shows and what is replied:
+The model is a table of exchanges: what a prompt shows, and what is replied.
 
     "+1 > abc, -2 > D"    the success in problem 1 and the failure in problem 2 are shown;
                           the replies have the items a, b and c, and the item D
@@ -56,21 +56,28 @@ def what_is_shown(prompt):
 
 
 class Table:
-    """A fake `complete` that is asked what its lines say, in this order, and replies as they say.
+    """A fake `complete`: a prompt takes the first exchange of the lines that shows what it shows.
 
+    A line has what the algorithm does in one of its lines; it does not matter which prompts share a
+    call. `left`: exchanges not taken so far. `calls`: the number of prompts in each call.
     unusable: the reply that "?" stands for.
     """
 
     def __init__(self, *lines, unusable="I cannot do that."):
-        self.lines, self.unusable, self.prompts = [*lines], unusable, []
+        self.left = [x.split(" > ") for line in lines for x in line.split(", ")]
+        self.unusable, self.prompts, self.calls = unusable, [], []
 
     def __call__(self, prompts):
         self.prompts += prompts
-        shown = [what_is_shown(prompt) for prompt in prompts]
-        exchanges = [exchange.split(" > ") for exchange in self.lines.pop(0).split(", ")]
-        assert shown == [asked for asked, _ in exchanges]
-        keys = [read_prompt(prompt)[0] for prompt in prompts]
-        return [self.reply(letters, key) for (_, letters), key in zip(exchanges, keys)]
+        self.calls.append(len(prompts))
+        return [self.reply_to(prompt) for prompt in prompts]
+
+    def reply_to(self, prompt):
+        shown = what_is_shown(prompt)
+        exchange = next((x for x in self.left if x[0] == shown), None)
+        assert exchange, f"{shown} is shown; the table has {self.left}"
+        self.left.remove(exchange)
+        return self.reply(exchange[1], read_prompt(prompt)[0])
 
     def reply(self, letters, key):
         if letters == "?":
@@ -92,7 +99,7 @@ def check_merge(letters, *lines, size=32, patience=3, left, layers, **reply):
     """Algorithm 3 by a table; left: the letters of its result. layers: see `layers_of`."""
     table = Table(*lines, **reply)
     merged, records = skills.merge(items(letters), G, table, size, patience)
-    assert not table.lines and names(merged) == left and records == layers_of(*layers)
+    assert not table.left and names(merged) == left and records == layers_of(*layers)
 
 
 def entry(id_, letter, key=G, **more):
@@ -170,7 +177,7 @@ def test_alg2_line_10_an_extraction_without_an_item_is_asked_once_more_and_then_
     """D4. Of a reply that was cut off, the complete items count."""
     table = Table("+0 > ab~, +1 > ?, +2 > c~, +3 > ?", "+1 > d, +2 > ?, +3 > ?")
     candidates, lost = skills.extract([memory(i) for i in range(4)], table)
-    assert names(candidates[G]) == "ad" and lost == 2 and not table.lines
+    assert names(candidates[G]) == "ad" and lost == 2 and not table.left
 
 
 # -------------------------------------------------------------------------- Algorithm 3: merging
@@ -268,7 +275,7 @@ def test_sources_follow_their_entries():
 def test_alg2_lines_15_and_16_the_first_bank_by_hand():
     """Two successes and a failure with two items each: two skills of four, and the mistakes stay.
 
-    Both lists are asked side by side. The reply to a merge is lost, too (D4).
+    The reply to a merge is lost, too (D4).
     """
     table = Table("+1 > ab, +3 > cd, -2 > EF", "abcd > ac, EF > ?", "EF > ?")
     memories = [memory(1, 1), memory(2, -1) | {"truncated": True}, memory(3, 1)]
@@ -290,19 +297,23 @@ def test_alg2_lines_15_and_16_the_first_bank_by_hand():
 
 
 def test_a_list_that_needs_more_layers_than_the_other_goes_on_alone():
-    """Three layers of skills and one of mistakes, whose group is asked once more (D4)."""
+    """Three layers of skills and one of mistakes, whose group is asked once more (D4).
+
+    A reply may take minutes: the prompts of both lists that are due at a time share a call.
+    """
     table = Table(
         "+1 > abc, +2 > def, -3 > GH",
-        "ab > a, cd > c, ef > e, GH > ?",
-        "GH > G",
+        "ab > a, cd > c, ef > e",
         "ac > c",
         "ce > c",
+        "GH > ?, GH > G",
     )
     bank = skills.cold_start([memory(1), memory(2), memory(3, -1)], table, group_size=2)
     assert names(bank.general_skills) == "c" and names(bank.common_mistakes, E) == "G"
     layers = layers_of((6, 3, 3, 0), (3, 2, 2, 0), (2, 1, 1, 0, ROOT_GROUP))
-    assert bank.metadata["general_merge_layers"] == layers and not table.lines
+    assert bank.metadata["general_merge_layers"] == layers and not table.left
     assert bank.metadata["common_mistake_merge_layers"] == layers_of((2, 1, 1, 0, ROOT_GROUP))
+    assert table.calls == [3, 4, 1, 1, 1]
 
 
 # ------------------------------------------------------------------------ Algorithm 4: evolution
@@ -371,7 +382,7 @@ def test_alg4_lines_8_to_14_an_evolution_by_hand():
     for key in KEYS:
         assert static(new, key) == static(bank, key) == new.collection(key)[:4]
     assert bare(dynamic(new, G)) == items("ob") and bare(dynamic(new, E), E) == items("CDE", E)
-    assert ids(dynamic(new, G)) == ["dyn_gen_001", "dyn_gen_050_001"] and not table.lines
+    assert ids(dynamic(new, G)) == ["dyn_gen_001", "dyn_gen_050_001"] and not table.left
     assert [e.get("sources") for e in dynamic(new, G)] == [None, ["id-1-xyz"]]
 
 
@@ -380,7 +391,7 @@ def test_alg4_line_12_begins_when_both_lists_have_merged_their_candidates():
     table = Table("+1 > abc, +2 > d, -3 > E", "ab > a, cd > c", "ac > a", "oa > oa, QE > Q")
     rows = [solved(1), solved(2), solved(3, -1)]
     new = skills.evolve(with_dynamic("o", "Q"), rows, 25, table, group_size=2)
-    assert names(dynamic(new, G)) == "oa" and names(dynamic(new, E), E) == "Q" and not table.lines
+    assert names(dynamic(new, G)) == "oa" and names(dynamic(new, E), E) == "Q" and not table.left
 
 
 def test_alg4_line_12_existing_dynamic_entries_merge_with_the_new():
@@ -451,7 +462,7 @@ def test_no_copy_of_a_static_entry_becomes_a_dynamic_one():
     bank = skills.SkillBank([entry("gen_001", "s")], mistakes, {})
     table = Table("+1 > sab, -2 > MIC", "ab > as", "as > as")
     new = skills.evolve(bank, [solved(1, 1), solved(2, -1)], 25, table)
-    assert names(dynamic(new, G)) == "a" and names(dynamic(new, E), E) == "C" and not table.lines
+    assert names(dynamic(new, G)) == "a" and names(dynamic(new, E), E) == "C" and not table.left
     expected = {"candidate": (3, 3), "merged": (2, 1), "dynamic": (1, 1), "net_new": (1, 1)}
     assert new.metadata["updates"] == [record(25, 0.5, **expected)]
 

@@ -1,9 +1,10 @@
 """Algorithm 1, line by line, and the settings of Tabs. 11 and 12.
 
 The loss of a rollout is compared with the loops of tests/plain.py over log-probabilities of the
-definition; a step with what its lines say, done by hand. The tests' model has random adapters.
+definition; a step with what its lines say, done by hand.
 """
 
+import contextlib
 import dataclasses
 import types
 
@@ -11,49 +12,56 @@ import plain
 import pytest
 import small_run
 import torch
-from conftest import PROBLEMS, make_bank, make_model, same
+from conftest import PROBLEMS, make_bank, same
 from driver import rows
-from small_run import ALONE, opened, train
+from small_run import opened, train
 
 import rollout
-import scoring
 import sgsd
 import skills
-from lib import config, model, runlog
+from lib import config, model
 from rollout import Sampling
 
-IDS_T = [30, 256, 31, 32, 33, 34, 35, 36, 265]
-MASKED_IDS = {256, 265}
-STUDENT = [1, 2, 3, 4, 5]
-TEACHERS = [[133, 31, 7, 47, 204], [8, 9, 10, 11, 12], [13, 14, 15], [16, 17]]
+IDS_T = [79, 256, 104, 53, 57, 51, 54, 51, 265]  # two newlines and the stop id are masked
 SIMILARITIES = [(0.9, 0.1), (0.2, 0.6), (0.5, -0.3), (-0.4, 0.4)]
 
 
-def policy():
-    """A model with adapters that have learnt something."""
-    lm = model.with_adapters(make_model(), 4, 8)
-    torch.manual_seed(1)
-    for p in model.trained(lm).values():
-        p.data += 0.1 * torch.randn_like(p)
-    return lm
+@contextlib.contextmanager
+def learnt(world_dir, out, **changes):
+    """A run whose adapters have learnt something."""
+    with opened(world_dir, out, **changes) as run:
+        torch.manual_seed(1)
+        for p in model.trained(run.lm).values():
+            p.data += 0.1 * torch.randn_like(p)
+        yield run
 
 
 @pytest.mark.parametrize("r", [1, -1])
-def test_alg1_lines_5_and_8_to_14_the_loss_of_a_rollout_is_the_papers_arithmetic(r, monkeypatch):
+def test_alg1_lines_5_and_8_to_14_the_loss_of_a_rollout_is_the_papers_arithmetic(
+    r, world_dir, tmp_path
+):
     """And its gradient is Eq. 19's. Teachers are the present policy, with its adapters (Eq. 4)."""
-    lm, cfg = policy(), config.Config(eps_a=0.25, tau_g=0.5, c_delta=1.5, score_tokens=30)
-    run = types.SimpleNamespace(cfg=cfg, lm=lm, device=ALONE.device, masked_ids=MASKED_IDS)
-    run.clock = runlog.Stopwatch()
-    pairs_K = [skills.SkillPair({}, {}, s_g, s_e) for s_g, s_e in SIMILARITIES]
-    roll = types.SimpleNamespace(problem="x", prompt_ids=STUDENT, completion_ids=IDS_T, r=r)
-    monkeypatch.setattr(sgsd, "teacher_prompts", lambda run, pairs_K, *_: (pairs_K, TEACHERS))
+    changes = {"eps_a": 0.1, "tau_g": 0.5, "c_delta": 1.5, "score_tokens": 700}
+    with learnt(world_dir, tmp_path / "run", **changes) as run:
+        check_the_loss_of_a_rollout(run, r)
+
+
+def check_the_loss_of_a_rollout(run, r):
+    lm, cfg, x = run.lm, run.cfg, run.problems[0]
+    pairs_K = []
+    for pair, (s_g, s_e) in zip(run.bank.retrieve(x.problem, 4, run.embed), SIMILARITIES):
+        pairs_K.append(dataclasses.replace(pair, s_g=s_g, s_e=s_e))
+    student = sgsd.student_prompt(run, x.problem)
+    given = {"problem": x.problem, "prompt_ids": student, "completion_ids": IDS_T, "r": r}
+    roll = types.SimpleNamespace(**given)
+    _, contexts_K = sgsd.teacher_prompts(run, pairs_K, x.problem, roll)
     result = sgsd.rollout_loss(run, roll, pairs_K)
 
-    mask = [int(i not in MASKED_IDS) for i in IDS_T]
-    student_T = plain.logprobs_of_ids(lm, STUDENT, IDS_T)
+    mask = [int(i not in (256, 265)) for i in IDS_T]
+    student_T = plain.logprobs_of_ids(lm, student, IDS_T)
     alphas = plain.eq6(*zip(*SIMILARITIES))
     rhos, losses = [], []
-    for k, context in enumerate(TEACHERS):
+    for k, context in enumerate(contexts_K):
         teacher_T = plain.logprobs_of_ids(lm, context, IDS_T)
         gaps = plain.eq7(teacher_T.tolist(), student_T.tolist())
         a = plain.eq12(gaps, mask, cfg.c_delta)
@@ -182,21 +190,20 @@ class Saved:
 
 
 @pytest.mark.parametrize("method", ["sgsd", "ablations", "grpo", "opsd", "sdpo", "rlsd"])
-def test_no_graph_lives_while_the_next_rollout_is_scored(method, world_dir, tmp_path, monkeypatch):
+def test_no_graph_lives_while_the_next_rollout_is_scored(method, world_dir, tmp_path):
     """Also where all teachers are ignored, so that no backward pass frees it."""
     program, kind = small_run.METHODS[method]
     changes = {"eps_a": 1e9} if method in ("sgsd", "ablations") else {"bank": ""}
     changes |= {"verifier": "small_run:UnevenVerifier", "max_new_tokens": 8}
     alive = []
-    predictors = scoring.predictors
 
-    def counted(*args):
-        if not torch.is_grad_enabled():  # teachers come first, where a method has some
+    def count(*_):
+        is_teacher = not (torch.is_grad_enabled() or torch.is_inference_mode_enabled())
+        if is_teacher:  # they come first, where a method has some; sampling is in inference mode
             alive.append(Saved.alive)
-        return predictors(*args)
 
-    monkeypatch.setattr(scoring, "predictors", counted)
     with small_run.opened(world_dir, tmp_path / "run", kind, **changes) as run:
+        model.causal_lm(run.lm).base_model.register_forward_pre_hook(count)
         with torch.autograd.graph.saved_tensors_hooks(Saved, lambda saved: saved.x):
             rows_of_step, _ = program.train_step(run, 1)
     assert len(rows_of_step) >= 4
@@ -256,17 +263,23 @@ def test_the_defaults_are_those_of_tabs_11_and_12_and_app_f():
     assert Sampling() == Sampling(1.1, 0.95, 20, 1024)
 
 
-def test_the_settings_of_algorithms_3_and_4_reach_them_by_name(world_dir, tmp_path, monkeypatch):
-    given = {"evolve_every": 1, "success_gate": 0.99, "max_new_items": 6}
-    given |= {"dynamic_capacity": 9, "memory_answer": True}
-    merging, calls = {"group_size": 11, "patience": 2}, {}
-    for function in (skills.cold_start, skills.evolve):
+@pytest.mark.parametrize("limit", [{"max_new_items": 3}, {"dynamic_capacity": 1}])
+def test_the_settings_of_algorithms_3_and_4_reach_them_by_name(limit, world_dir, tmp_path):
+    """A run's banks are those of the functions with its settings, which ask the same."""
+    given = {"evolve_every": 1, "success_gate": 0.99, "memory_answer": True, **limit}
+    merging, asked = {"group_size": 3, "patience": 2}, []
 
-        def recorded(*args, function=function, **settings):
-            calls[function.__name__] = settings
-            return function(*args, **settings)
+    def complete(prompts):
+        asked.extend(prompts)
+        return [small_run.reply_to(prompt) for prompt in prompts]
 
-        monkeypatch.setattr(skills, function.__name__, recorded)
-    changes = {"merge_group_size": 11, "merge_patience": 2, "steps": 1, "bank": ""}
-    small_run.train(world_dir, tmp_path / "run", **given, **changes)
-    assert calls == {"cold_start": merging, "evolve": given | merging}
+    changes = {"merge_group_size": 3, "merge_patience": 2, "bank": "", "cold_start": 12}
+    run = train(world_dir, tmp_path / "run", steps=1, batch_size=12, **changes, **given)
+    memories, window = rows(run.out / "bank/memories.jsonl"), rows(run.out / "rollouts.jsonl")
+    order = run.bank.metadata["seed_problems"]
+    memories.sort(key=lambda memory: order.index(memory["problem_id"]))
+    first = skills.cold_start(memories, complete, **merging)
+    second = skills.evolve(first, window, 1, complete, **given, **merging)
+    assert second.general_skills == run.bank.general_skills
+    assert second.common_mistakes == run.bank.common_mistakes
+    assert asked == [row["prompt"] for row in rows(run.out / "bank/replies.jsonl")]
