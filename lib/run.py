@@ -438,7 +438,7 @@ def load_training(cfg: Config) -> list[Problem]:
     for x in data if name else []:
         text = x.extra.get(name)
         if not isinstance(text, str) or not text.strip():
-            raise ValueError(f"--teacher-field {name}: must be a text, got {text!r:.40} in {x.id}")
+            raise ValueError(f"--teacher-field {name}: must be a text, got {text!r:.40} in {x}")
     return data
 
 
