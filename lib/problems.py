@@ -42,6 +42,7 @@ DAPO_PREFIX = (
 )
 DAPO_SUFFIX = 'Remember to put your answer on its own line after "Answer:".'
 CJK = re.compile(r"[\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af\uf900-\ufaff]")
+BLANK = re.compile(r"[\s\u00ad\u200b-\u200f\u202a-\u202e\u2060-\u2064\ufeff]*")  # or without width
 
 
 def load_problems(
@@ -114,7 +115,7 @@ def _problem(
     answer = _text(row, answer_field)
     if answer_after:
         _, mark, rest = answer.rpartition(answer_after)
-        if not mark or is_blank(rest):
+        if not mark or BLANK.fullmatch(rest):
             raise ValueError(f"nothing follows --answer-after {answer_after!r} in {answer!r:.60}")
         answer = rest.strip()
     if boxed and ("####" in answer or "\n" in answer):
@@ -134,17 +135,12 @@ def _text(row: dict, name: str) -> str:
     value: Any = row.get(name)
     if type(value) in (int, float) and math.isfinite(value):
         value = f"{Decimal(repr(value)):f}".removesuffix(".0")
-    if not isinstance(value, str) or is_blank(value):
+    if not isinstance(value, str) or BLANK.fullmatch(value):
         raise ValueError(
             f"`{name}` must be a text or number, got {value!r:.40}; the row has {', '.join(row)}; "
             "--problem-field and --answer-field read other fields"
         )
     return value.strip()
-
-
-def is_blank(text: str) -> bool:
-    """Whether a text has nothing to see, such as one of spaces that have no width."""
-    return not any(c.isprintable() and not c.isspace() for c in text)
 
 
 def _dapo(row: dict, problem_field: str, answer_field: str) -> dict:
