@@ -477,7 +477,7 @@ def figures(
     }
 
 
-def interval(row: dict[str, Any], name: str, sign: str = "") -> str:
+def interval(row: dict[str, Any], name: str) -> str:
     """The interval of a figure in percent, or "none" for too few problems or equal scores.
 
     If all samples are wrong, or all right, we use the rule of three: with n problems, the true rate
@@ -485,10 +485,20 @@ def interval(row: dict[str, Any], name: str, sign: str = "") -> str:
     """
     low = row[f"{name}_low"]
     high = row[f"{name}_high"]
-    if name == "avg" and row[name] in (0, 1):
+    if row[name] in (0, 1):
         most = min(1.0, 3 / row["problems"])
         return f"at least {1 - most:.1%}" if row[name] else f"at most {most:.1%}"
-    return "none" if low is None else f"{low:{sign}.1%} to {high:{sign}.1%}"
+    return "none" if low is None else f"{low:.1%} to {high:.1%}"
+
+
+def results_of(folder: pathlib.Path) -> dict[str, dict]:
+    """A folder's figures by set; {} if it has no results.json. ValueError for a damaged one."""
+    file = folder / "results.json"
+    table = files.read_json(file) if file.exists() else {}
+    for row in table.values() if isinstance(table, dict) else [None]:
+        if not isinstance(row, dict) or "right" not in row:
+            raise ValueError(f"{file}: not the figures of sets; remove it and run eval.py again")
+    return table
 
 
 def line_of(policy: Policy, name: str, row: dict[str, Any], cfg: EvalConfig) -> str:
