@@ -29,7 +29,7 @@ import pathlib
 import shlex
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -132,11 +132,12 @@ class Sample:
 
 @dataclass
 class Policy:
-    """A model to evaluate. `prepare` adds its settings and samples, on rank 0."""
+    """A model to evaluate. `prepare` adds its results, settings and samples, on rank 0."""
 
     path: str  # a folder or hub id
     base: str  # the model under an adapter; a plain model is its own base
     folder: pathlib.Path  # holds samples.jsonl and results.json; the path as we print it
+    results: dict[str, dict] = field(default_factory=dict)  # results.json, as the command begins
     settings: dict[str, Any] = field(default_factory=dict)  # that all its samples depend on
     samples: list[Sample] = field(default_factory=list)  # on all sets, drawn or not
 
@@ -163,6 +164,9 @@ def run_of(place: pathlib.Path) -> pathlib.Path | None:
     return place.parent.parent if is_checkpoint else None
 
 
+OF_TRL = ("trainer_state.json", "training_args.bin")  # its trainer's, beside a model
+
+
 def base_of(place: pathlib.Path, base: str) -> str:
     """The model under an adapter, or `base` in its place. A plain model is its own base.
 
@@ -171,7 +175,7 @@ def base_of(place: pathlib.Path, base: str) -> str:
     """
     needed = {}  # the trainer's files may be gone
     for name, digest in files.digests_of(place).items():
-        if files.is_of_a_model(pathlib.Path(name)):
+        if files.is_of_a_model(pathlib.Path(name)) and name not in OF_TRL:
             needed[name] = digest
     files.refuse_damaged(place, needed)
     if not (place / "adapter_config.json").exists():
@@ -215,25 +219,66 @@ def folder_of(place: pathlib.Path, home: pathlib.Path, cfg: EvalConfig) -> pathl
 
 # ------------------------------------------------- the problems, and the samples of each policy
 
+MATHEMATICS = config.Common.verifier
 Sets = dict[str, list[Problem]]  # by the set's name
 
 
+def filled(cfg: EvalConfig, policies: list[Policy]) -> list[EvalConfig]:
+    """The settings with verifier and fields; twice if sets with a name here have another verifier.
+
+    What the command leaves open is as the policies' runs trained, or else training's default. The
+    mark before an answer goes with its field. Sets with a name keep mathematics. ValueError if runs
+    differ, or if two sets have one name.
+    """
+    names = [pathlib.Path(source).stem for source in cfg.data]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"--data {' '.join(cfg.data)}: two sets are {name}; rename a file")
+    named = [source for source in cfg.data if source in problems.SETS]
+    if len(named) == len(cfg.data):
+        return [replace(cfg, verifier=cfg.verifier or MATHEMATICS)]
+    trained = []
+    for run in dict.fromkeys(run_of(pathlib.Path(policy.path)) for policy in policies):
+        if run and (run / "config.json").exists():
+            trained.append(files.read_json(run / "config.json")["settings"])
+    reading = {}
+    for name in ("verifier", "problem_field", "answer_field", "answer_after"):
+        default = getattr(config.Common, name)
+        values = {settings.get(name, default) for settings in trained} or {default}
+        if name == "answer_after" and cfg.answer_field:
+            values = {default}
+        if getattr(cfg, name):
+            values = {getattr(cfg, name)}
+        if len(values) > 1:
+            rule = f"the runs trained with {', '.join(sorted(values))}; name one"
+            raise ValueError(f"{config.flag(name)}: {rule}")
+        (reading[name],) = values
+    words = config.flags_that_differ(reading, asdict(config.Common()))
+    if trained and words:
+        print("as in training, files are read and judged with", *words)
+    ours = replace(cfg, **reading)
+    if not named or cfg.verifier or ours.verifier == MATHEMATICS:
+        return [ours]
+    others = tuple(source for source in cfg.data if source not in named)
+    return [replace(ours, data=others), replace(cfg, data=tuple(named), verifier=MATHEMATICS)]
+
+
 def load_sets(cfg: EvalConfig) -> Sets:
-    """The problems of each set, in order."""
+    """The problems of each set, in order. Prints how many repeat another one of their set."""
     sets: Sets = {}
     for source in cfg.data:
-        name = pathlib.Path(source).stem
-        if name in sets:
-            raise ValueError(f"--data {' '.join(cfg.data)}: two sets are {name}; rename a file")
         data = problems.load_set(
             source,
             cfg.split,
             problem_field=cfg.problem_field,
             answer_field=cfg.answer_field,
             answer_after=cfg.answer_after,
-            boxed=cfg.verifier == EvalConfig.verifier,
+            boxed=cfg.verifier == MATHEMATICS,
         )
-        sets[name] = data[: cfg.limit or None]
+        data = data[: cfg.limit or None]
+        sets[pathlib.Path(source).stem] = data
+        if repeats := len(data) - len({x.problem for x in data}):
+            print(f"{source}: {repeats} of {len(data)} problems repeat another one")
     return sets
 
 
@@ -253,7 +298,7 @@ def prepare(
     bases = sorted({served.whole_name(policy.base) for policy in policies})
     if cfg.server and len(bases) > 1:
         raise ValueError(f"--server: serves one base model, got {', '.join(bases)}")
-    print_notes(policies, sets, cfg)
+    print_trained(policies, sets)
     prompts = make_prompts(cfg, sets, world)
     shared = sample_settings(cfg, world)
     look = functools.cache(lambda base: look_at(base, cfg))
@@ -268,11 +313,11 @@ def prepare(
         longest = max((sample.job for sample in policy.samples), key=lambda job: len(job.prompt))
         if len(longest.prompt) >= rollout.context_limit(lm):
             raise ValueError(
-                f"{policy.path}: problem {longest.x.id} fills the model's context; take it "
-                "out of --data"
+                f"{policy.path}: {longest.x} fills the model's context; take it out of --data"
             )
     for policy in policies:
         held.enter_context(files.locked(policy.folder))
+        policy.results = results_of(policy.folder)
     return [missing_samples(policy) for policy in policies]
 
 
@@ -283,22 +328,14 @@ def look_at(base: str, cfg: EvalConfig) -> tuple[Any, Any]:
     return model.load_model(base, "meta", dtype=cfg.dtype, attn=cfg.attn)
 
 
-def print_notes(policies: list[Policy], sets: Sets, cfg: EvalConfig) -> None:
-    """Print what a run read or judged otherwise, and how many of the problems it was trained on."""
-    judging = {}
-    for name, rule in config.Common.rules().items():
-        if rule.group == "the problems":
-            judging[name] = getattr(cfg, name)
+def print_trained(policies: list[Policy], sets: Sets) -> None:
+    """Print of each run how many of the problems it was trained on."""
     asked = set()
     for x in itertools.chain.from_iterable(sets.values()):
         asked.add(problems.fingerprint(x.problem))
     for run in dict.fromkeys(run_of(pathlib.Path(policy.path)) for policy in policies):
         if not run or not (run / "problems.json").exists():
             continue
-        trained = files.read_json(run / "config.json")["settings"]
-        if other := config.flags_that_differ(trained, judging):
-            ours = config.flags_that_differ(judging, trained)
-            print(f"{run} trained with {' '.join(other)}; this evaluation has {' '.join(ours)}")
         if seen := asked & {*files.read_json(run / "problems.json")}:
             print(
                 f"{run} was trained on {len(seen)} of these {len(asked)} problems, "
@@ -332,7 +369,8 @@ def sample_settings(cfg: EvalConfig, world: World) -> dict[str, Any]:
     for name, value in asdict(cfg).items():
         if not rules[name].free:
             settings[name] = value
-    if cfg.verifier != EvalConfig.verifier:  # a class of the user's own
+    settings["verifier"] = cfg.verifier or MATHEMATICS
+    if settings["verifier"] != MATHEMATICS:  # a class of the user's own
         settings["verifier"] += f" ({files.file_digest(verify.file_of(cfg.verifier))})"
     return settings | {
         "skills": cfg.skills
@@ -371,7 +409,7 @@ def samples_of(
 
 def judged_by(x: Problem, cfg: EvalConfig) -> list:
     """What a verdict depends on. Another verifier may also read the other fields of a row."""
-    extra = sorted(x.extra.items()) if cfg.verifier != EvalConfig.verifier else []
+    extra = sorted(x.extra.items()) if cfg.verifier != MATHEMATICS else []
     return [x.problem, x.answer, extra]
 
 
@@ -522,16 +560,32 @@ def line_of(policy: Policy, name: str, row: dict[str, Any], cfg: EvalConfig) -> 
 
 def evaluate(cfg: EvalConfig, world: World) -> None:
     """Sample every policy on every set; write the results and print a line for each."""
+    with command.one_line_errors(cfg.program, *command.GIVEN):
+        # Rank 0 reads folders and data, and tells the others; each rank reads the models.
+        policies = find_policies(cfg) if world.main else []
+        parts = filled(cfg, policies) if world.main else []
+        policies, parts = distributed.broadcast((policies, parts), world)
+        sets_of_parts = [load_sets(part) if world.main else {} for part in parts]
+        weights = digests_of_weights(policies)
+        distributed.refuse_other_commands(distributed.all_gather(weights, world))
+    for part, sets in zip(parts, sets_of_parts):
+        evaluate_sets(policies, sets, weights, part, world)
+    if world.main:
+        homes = dict.fromkeys(str(policy.folder.parent) for policy in policies)
+        print("compare:", shlex.join(["python", "-m", "extras.compare", *homes]))
+    distributed.barrier(world)
+
+
+def evaluate_sets(
+    policies: list[Policy], sets: Sets, weights: dict[str, str], cfg: EvalConfig, world: World
+) -> None:
+    """Evaluate policies on sets of one verifier. weights: digests of models and adapters by path.
+
+    sets: on rank 0.
+    """
     with contextlib.ExitStack() as held:
         with command.one_line_errors(cfg.program, *command.GIVEN):
-            # Rank 0 reads folders and data, and tells the others; each rank reads the models.
-            policies = distributed.broadcast(find_policies(cfg) if world.main else None, world)
-            weights = digests_of_weights(policies)
-            flags = {config.flag(name): value for name, value in asdict(cfg).items()}
-            shared = {**flags, "--out": "", **weights}
-            distributed.refuse_other_commands(distributed.all_gather(shared, world))
             verifier = held.enter_context(verify.load_judge(cfg.verifier)(cfg.verify_timeout))
-            sets = load_sets(cfg) if world.main else {}
             missing = prepare(policies, sets, weights, cfg, world, held) if world.main else None
             missing = distributed.broadcast(missing, world)
         held.enter_context(command.one_line_errors(cfg.program, *command.LATER))
@@ -541,12 +595,8 @@ def evaluate(cfg: EvalConfig, world: World) -> None:
             if world.main:
                 write_results(policy, sets, verifier, cfg)
         late = sum(distributed.all_gather(verifier.timeouts, world))
-        if world.main:
-            if late:
-                print(f"{late} answers took longer than --verify-timeout: wrong")
-            homes = dict.fromkeys(str(policy.folder.parent) for policy in policies)
-            print("compare:", shlex.join(["python", "-m", "extras.compare", *homes]))
-        distributed.barrier(world)
+        if world.main and late:
+            print(f"{late} answers took longer than --verify-timeout: wrong")
 
 
 def digests_of_weights(policies: list[Policy]) -> dict[str, str]:
@@ -562,22 +612,20 @@ def digests_of_weights(policies: list[Policy]) -> dict[str, str]:
 def write_results(policy: Policy, sets: Sets, verifier: verify.Judge, cfg: EvalConfig) -> None:
     """Put a policy's figures into its results.json, and print them."""
     drawn = {row.get("digest"): row for row in files.read_jsonl(policy.folder / "samples.jsonl")}
-    file = policy.folder / "results.json"
-    table = files.read_json(file) if file.exists() else {}
     for name, data in sets.items():
         rows = []
         for sample in policy.samples:
             if sample.row["set"] == name:
                 rows.append(drawn[sample.row["digest"]])
-        table[name] = {
+        policy.results[name] = {
             "digest": files.digest([judged_by(x, cfg) for x in data]),
             "problems": len(data),
             "samples": len(rows),
             "settings": policy.settings,
             **figures([x.id for x in data], rows, cfg.samples, verifier.same),
         }
-        print(line_of(policy, name, table[name], cfg), flush=True)
-    files.write_json(file, table)
+        print(line_of(policy, name, policy.results[name], cfg), flush=True)
+    files.write_json(policy.folder / "results.json", policy.results)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -187,9 +187,10 @@ def points(row: dict[str, Any], key: str) -> str:
 
 def print_tables(tables: dict[str, dict]) -> None:
     """The figures in Markdown; for each table the runs' best and last checkpoints."""
-    heads = "avg@k (95%) | pass@k (95%) | avg - first, points | won, lost, tied | pass - first"
     print(
-        f"| model | set | problems | {heads}, points | maj@k | boxed | cut | tokens |\n{'|---' * 12}|"
+        "| model | set | problems | avg@k (95%) | pass@k (95%) | avg - first, points "
+        "| won, lost, tied | pass - first, points | maj@k | boxed | cut | tokens |\n"
+        f"{'|---' * 12}|"
     )
     for name, table in tables.items():
         for folder, row in table["results"].items():

@@ -388,8 +388,8 @@ class EvalConfig(Common):
     )
     data: tuple[str, ...] = setting(
         ("aime24", "aime25", "hmmt25"),
-        "aime24, aime25, hmmt25, math500, amc23, gsm8k, files or hub ids; the stem of a path is "
-        "the set's name",
+        "aime24, aime25, hmmt25, aime26, math500, amc23, gsm8k, files or hub ids; the stem of a "
+        "path is the set's name",
         "the problems",
         free=True,
     )
@@ -414,6 +414,27 @@ class EvalConfig(Common):
     max_new_tokens: int = setting(38912, "longest sample, in tokens; App. F.1", "the sampling")
     thinking: bool = setting(True, "thinking mode; S3", "the sampling")
     seed: int = setting(0, "seed of the samples", "the run", least=0, most=2**40)
+    verifier: str = setting(
+        "",
+        "verifier, as MODULE:CLASS; if not given, the run's or else mathematics; sets that have a "
+        "name here keep mathematics",
+        "the problems",
+    )
+    problem_field: str = setting(
+        "",
+        "field of the problem; if not given, the run's or else problem",
+        "the problems",
+        free=True,
+    )
+    answer_field: str = setting(
+        "", "field of the answer; if not given, the run's or else answer", "the problems", free=True
+    )
+    answer_after: str = setting(
+        "",
+        "the answer is what follows this mark; if not given, the run's with its --answer-field",
+        "the problems",
+        free=True,
+    )
     rows: int = setting(
         64,
         "most samples decoded, or asked of a server, at a time",

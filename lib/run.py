@@ -725,10 +725,11 @@ def what_next(run: Run) -> str:
 def evaluation(cfg: Config) -> list[str]:
     """eval.py's arguments for an evaluation that reads, samples and judges as the run trained."""
     shared = {}
+    others = asdict(EvalConfig())
     for name, rule in cfg.rules().items():
-        if hasattr(config.Common, name) or rule.group == "the sampling":
-            shared[name] = getattr(cfg, name)
-    words = [cfg.model, cfg.out, *config.flags_that_differ(shared, asdict(EvalConfig()))]
+        if (hasattr(config.Common, name) or rule.group == "the sampling") and others[name] != "":
+            shared[name] = getattr(cfg, name)  # eval.py reads from the run what is "" there
+    words = [cfg.model, cfg.out, *config.flags_that_differ(shared, others)]
     if cfg.student_prefix == "closed":
         words.append("--no-thinking")
     if cfg.data != Config.data:

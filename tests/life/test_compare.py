@@ -41,8 +41,8 @@ def test_pairing_removes_what_policies_share(tmp_path):
     # 1.96 standard errors of 80 are .0181
     got = [row["diff"], row["diff_low"], row["diff_high"]]
     assert got == pytest.approx([0.03125, 0.0131, 0.0494], abs=4e-3)
-    assert row["won_lost_tied"] == [10, 0, 70] and "| 10, 0, 70 |" in printed
-    assert f"| +3.1 ({100 * got[1]:+.1f} to {100 * got[2]:+.1f}) |" in printed
+    assert row["won_lost_tied"] == [10, 0, 70]
+    assert f"| +3.1 ({100 * got[1]:+.1f} to {100 * got[2]:+.1f}) | 10, 0, 70 |" in printed
 
 
 def by_hand(values_P):
@@ -71,10 +71,8 @@ def test_pass_at_k_has_the_interval_of_a_bootstrap_over_problems(tmp_path):
     assert [row["pass_low"], row["pass_high"]] == by_hand([0] * 4 + [1] * 12) == [0.5, 0.9375]
     got = [row["pass_diff_low"], row["pass_diff_high"]]
     assert got == by_hand([-1] * 2 + [1] * 6 + [0] * 8)
-    assert (
-        f"| 75.0% (50.0% to 93.8%) | +25.0 ({100 * got[0]:+.1f} to {100 * got[1]:+.1f}) |"
-        in printed
-    )
+    assert "| 75.0% (50.0% to 93.8%) | " in printed
+    assert f"| +25.0 ({100 * got[0]:+.1f} to {100 * got[1]:+.1f}) | 50.0% |" in printed
 
 
 def test_a_set_has_all_that_were_evaluated_on_it_and_the_mean_those_of_every_set(tmp_path):
