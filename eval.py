@@ -44,12 +44,13 @@ from lib.problems import Problem
 from rollout import Job, Rollout
 
 # --------------------------------------------------------------------------- the metrics
-# They need NumPy alone: copy from here to the next rule.
+# Copy from here to the next rule. They import math, NumPy as np, collections.Counter; Callable,
+# Hashable and Sequence of collections.abc; typing.Any.
 
 
 def avg_at_k(correct_PK: np.ndarray) -> float:
     """Mean accuracy over problems and samples (§4.1 "avg@12"). correct_PK: bool [P, K]."""
-    return float(_checked(correct_PK).mean())
+    return float(np.mean(correct_PK))
 
 
 def pass_at_k(correct_PK: np.ndarray, k: int) -> float:
@@ -57,7 +58,6 @@ def pass_at_k(correct_PK: np.ndarray, k: int) -> float:
 
     A problem has n = K samples, of which c are right. ValueError on k outside 1..K.
     """
-    correct_PK = _checked(correct_PK)
     n = correct_PK.shape[1]
     if not 1 <= k <= n:
         raise ValueError(f"pass_at_k: got k = {k}, must be in 1..{n}, the samples per problem")
@@ -110,13 +110,6 @@ def bootstrap_interval(sets_P: Sequence[np.ndarray]) -> tuple[float | None, floa
         drawn = rng.multinomial(len(scores_P), counts / len(scores_P), len(means))
         means += drawn @ values / len(scores_P) / len(sets_P)
     return float(np.quantile(means, 0.025)), float(np.quantile(means, 0.975))
-
-
-def _checked(correct_PK: np.ndarray) -> np.ndarray:
-    correct_PK = np.asarray(correct_PK)
-    if correct_PK.ndim != 2 or correct_PK.size == 0:
-        raise ValueError(f"correct_PK must be [problems, samples], got shape {correct_PK.shape}")
-    return correct_PK.astype(bool)
 
 
 # -------------------------------------------------------------------- policies and their places
@@ -223,23 +216,17 @@ MATHEMATICS = config.Common.verifier
 Sets = dict[str, list[Problem]]  # by the set's name
 
 
-def filled(cfg: EvalConfig, policies: list[Policy]) -> list[EvalConfig]:
-    """The settings with verifier and fields; twice if sets with a name here have another verifier.
+def filled(cfg: EvalConfig, policies: list[Policy]) -> EvalConfig:
+    """The settings, with verifier and fields where the command leaves them open.
 
-    What the command leaves open is as the policies' runs trained, or else training's default. The
-    mark before an answer goes with its field. Sets with a name keep mathematics. ValueError if runs
-    differ, or if two sets have one name.
+    They are those of the policies' runs, or else training's default, which sets that have a name
+    here keep. A mark before the answer goes with its field. ValueError if runs differ, or if sets
+    need two verifiers.
     """
-    names = [pathlib.Path(source).stem for source in cfg.data]
-    for name in names:
-        if names.count(name) > 1:
-            raise ValueError(f"--data {' '.join(cfg.data)}: two sets are {name}; rename a file")
     named = [source for source in cfg.data if source in problems.SETS]
-    if len(named) == len(cfg.data):
-        return [replace(cfg, verifier=cfg.verifier or MATHEMATICS)]
     trained = []
     for run in dict.fromkeys(run_of(pathlib.Path(policy.path)) for policy in policies):
-        if run and (run / "config.json").exists():
+        if run and len(named) < len(cfg.data) and (run / "config.json").exists():
             trained.append(files.read_json(run / "config.json")["settings"])
     reading = {}
     for name in ("verifier", "problem_field", "answer_field", "answer_after"):
@@ -253,20 +240,22 @@ def filled(cfg: EvalConfig, policies: list[Policy]) -> list[EvalConfig]:
             rule = f"the runs trained with {', '.join(sorted(values))}; name one"
             raise ValueError(f"{config.flag(name)}: {rule}")
         (reading[name],) = values
+    if named and reading["verifier"] not in (MATHEMATICS, cfg.verifier):
+        rule = f"are mathematics, and the others are judged by {reading['verifier']}"
+        raise ValueError(f"--data: {', '.join(named)} {rule}; give one --verifier, or two commands")
     words = config.flags_that_differ(reading, asdict(config.Common()))
     if trained and words:
         print("as in training, files are read and judged with", *words)
-    ours = replace(cfg, **reading)
-    if not named or cfg.verifier or ours.verifier == MATHEMATICS:
-        return [ours]
-    others = tuple(source for source in cfg.data if source not in named)
-    return [replace(ours, data=others), replace(cfg, data=tuple(named), verifier=MATHEMATICS)]
+    return replace(cfg, **reading)
 
 
 def load_sets(cfg: EvalConfig) -> Sets:
     """The problems of each set, in order. Prints how many repeat another one of their set."""
     sets: Sets = {}
     for source in cfg.data:
+        name = pathlib.Path(source).stem
+        if name in sets:
+            raise ValueError(f"--data {' '.join(cfg.data)}: two sets are {name}; rename a file")
         data = problems.load_set(
             source,
             cfg.split,
@@ -276,7 +265,7 @@ def load_sets(cfg: EvalConfig) -> Sets:
             boxed=cfg.verifier == MATHEMATICS,
         )
         data = data[: cfg.limit or None]
-        sets[pathlib.Path(source).stem] = data
+        sets[name] = data
         if repeats := len(data) - len({x.problem for x in data}):
             print(f"{source}: {repeats} of {len(data)} problems repeat another one")
     return sets
@@ -560,32 +549,16 @@ def line_of(policy: Policy, name: str, row: dict[str, Any], cfg: EvalConfig) -> 
 
 def evaluate(cfg: EvalConfig, world: World) -> None:
     """Sample every policy on every set; write the results and print a line for each."""
-    with command.one_line_errors(cfg.program, *command.GIVEN):
-        # Rank 0 reads folders and data, and tells the others; each rank reads the models.
-        policies = find_policies(cfg) if world.main else []
-        parts = filled(cfg, policies) if world.main else []
-        policies, parts = distributed.broadcast((policies, parts), world)
-        sets_of_parts = [load_sets(part) if world.main else {} for part in parts]
-        weights = digests_of_weights(policies)
-        distributed.refuse_other_commands(distributed.all_gather(weights, world))
-    for part, sets in zip(parts, sets_of_parts):
-        evaluate_sets(policies, sets, weights, part, world)
-    if world.main:
-        homes = dict.fromkeys(str(policy.folder.parent) for policy in policies)
-        print("compare:", shlex.join(["python", "-m", "extras.compare", *homes]))
-    distributed.barrier(world)
-
-
-def evaluate_sets(
-    policies: list[Policy], sets: Sets, weights: dict[str, str], cfg: EvalConfig, world: World
-) -> None:
-    """Evaluate policies on sets of one verifier. weights: digests of models and adapters by path.
-
-    sets: on rank 0.
-    """
     with contextlib.ExitStack() as held:
         with command.one_line_errors(cfg.program, *command.GIVEN):
+            # Rank 0 reads folders and data, and tells the others; each rank reads the models.
+            policies = find_policies(cfg) if world.main else []
+            cfg = filled(cfg, policies) if world.main else cfg
+            policies, cfg = distributed.broadcast((policies, cfg), world)
+            weights = digests_of_weights(policies)
+            distributed.refuse_other_commands(distributed.all_gather(weights, world))
             verifier = held.enter_context(verify.load_judge(cfg.verifier)(cfg.verify_timeout))
+            sets = load_sets(cfg) if world.main else {}
             missing = prepare(policies, sets, weights, cfg, world, held) if world.main else None
             missing = distributed.broadcast(missing, world)
         held.enter_context(command.one_line_errors(cfg.program, *command.LATER))
@@ -595,8 +568,12 @@ def evaluate_sets(
             if world.main:
                 write_results(policy, sets, verifier, cfg)
         late = sum(distributed.all_gather(verifier.timeouts, world))
-        if world.main and late:
-            print(f"{late} answers took longer than --verify-timeout: wrong")
+        if world.main:
+            if late:
+                print(f"{late} answers took longer than --verify-timeout: wrong")
+            homes = dict.fromkeys(str(policy.folder.parent) for policy in policies)
+            print("compare:", shlex.join(["python", "-m", "extras.compare", *homes]))
+        distributed.barrier(world)
 
 
 def digests_of_weights(policies: list[Policy]) -> dict[str, str]:

@@ -416,25 +416,12 @@ class EvalConfig(Common):
     seed: int = setting(0, "seed of the samples", "the run", least=0, most=2**40)
     verifier: str = setting(
         "",
-        "verifier, as MODULE:CLASS; if not given, the run's or else mathematics; sets that have a "
-        "name here keep mathematics",
+        "verifier, as MODULE:CLASS; not given it is the run's, as are the fields, or mathematics",
         "the problems",
     )
-    problem_field: str = setting(
-        "",
-        "field of the problem; if not given, the run's or else problem",
-        "the problems",
-        free=True,
-    )
-    answer_field: str = setting(
-        "", "field of the answer; if not given, the run's or else answer", "the problems", free=True
-    )
-    answer_after: str = setting(
-        "",
-        "the answer is what follows this mark; if not given, the run's with its --answer-field",
-        "the problems",
-        free=True,
-    )
+    problem_field: str = ""  # "": as the run trained, or else training's default
+    answer_field: str = ""
+    answer_after: str = ""  # it goes with --answer-field
     rows: int = setting(
         64,
         "most samples decoded, or asked of a server, at a time",

@@ -286,12 +286,14 @@ def test_a_runs_verifier_and_fields_are_taken_over(here, base, monkeypatch):
 
     load = lambda *_, **__: datasets.Dataset.from_list([{"problem": "2 + 3?", "answer": 5}])  # noqa: E731
     monkeypatch.setattr(datasets, "load_dataset", load)
-    completes(eval.main, [run, *FLAGS, "--data", "aime24", "data.jsonl", "--answer-field=answer"])
-    figures = read(run / "eval/step_000001")
-    assert figures["aime24"]["settings"]["verifier"] == "lib.verify:Verifier"
-    assert "small_run:Exact" in figures["data"]["settings"]["verifier"]
+    flags = [run, *FLAGS, "--answer-field=answer", "--data", "aime24"]
+    refused(eval.main, [*flags, "data.jsonl"], "aime24", "small_run:Exact", "--verifier")
+    completes(eval.main, flags)
+    settings = read(run / "eval/step_000001")["aime24"]["settings"]
+    assert settings["verifier"] == "lib.verify:Verifier"
+    completes(eval.main, [*flags[:-1], "data.jsonl"])
     log = rows(run / "eval/step_000001/samples.jsonl")
-    assert [x["gold"] for x in log[8:]] == ["# 5"] * 8 + ["5"] * 2
+    assert [x["gold"] for x in log[8:]] == ["5"] * 2 + ["# 5"] * 8
 
 
 def test_runs_that_trained_otherwise_are_one_line(here, base, world_dir):
