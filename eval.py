@@ -10,6 +10,9 @@ Base+Skill, with the bank's nearest entries in each prompt. The last samples on 
 such as vLLM's (docs/engines.md), which loads and unloads the checkpoints. We print a line for each
 model and set, and at the end the command that compares them (extras/compare.py).
 
+What the command does not say of verifier and fields, we take over from the run; sets that have a
+name are mathematics.
+
 The folder of a checkpoint is RUN/eval/step_000200. That of any other model is eval/NAME, in the
 first run among the PATHs or else in the working directory; with --skills the name ends with
 --skills. A folder holds samples.jsonl and results.json ({set: figures}). Each sample has a digest

@@ -195,7 +195,8 @@ def print_tables(tables: dict[str, dict]) -> None:
     for name, table in tables.items():
         for folder, row in table["results"].items():
             cells = [folder, name, str(row["problems"])]
-            cells += [f"{row[key]:.1%} ({interval(row, key)})" for key in ("avg", "pass")]
+            for key in ("avg", "pass"):
+                cells.append(f"{row[key]:.1%} ({interval(row, key)})")
             if "diff" in row:
                 won, lost, tied = row["won_lost_tied"]
                 cells += [points(row, "diff"), f"{won}, {lost}, {tied}", points(row, "pass_diff")]

@@ -727,7 +727,9 @@ def evaluation(cfg: Config) -> list[str]:
     shared = {}
     others = asdict(EvalConfig())
     for name, rule in cfg.rules().items():
-        if (hasattr(config.Common, name) or rule.group == "the sampling") and others[name] != "":
+        if (hasattr(config.Common, name) or rule.group == "the sampling") and others.get(
+            name
+        ) != "":
             shared[name] = getattr(cfg, name)  # eval.py reads from the run what is "" there
     words = [cfg.model, cfg.out, *config.flags_that_differ(shared, others)]
     if cfg.student_prefix == "closed":
