@@ -10,6 +10,9 @@ Base+Skill, with the bank's nearest entries in each prompt. The last samples on 
 such as vLLM's (docs/engines.md), which loads and unloads the checkpoints. We print a line for each
 model and set, and at the end the command that compares them (extras/compare.py).
 
+What the command does not say of verifier and fields, we take over from the run; sets that have a
+name are mathematics.
+
 The folder of a checkpoint is RUN/eval/step_000200. That of any other model is eval/NAME, in the
 first run among the PATHs or else in the working directory; with --skills the name ends with
 --skills. A folder holds samples.jsonl and results.json ({set: figures}). Each sample has a digest
@@ -29,7 +32,7 @@ import pathlib
 import shlex
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -44,12 +47,13 @@ from lib.problems import Problem
 from rollout import Job, Rollout
 
 # --------------------------------------------------------------------------- the metrics
-# They need NumPy alone: copy from here to the next rule.
+# Copy from here to the next rule. They import math, NumPy as np, collections.Counter; Callable,
+# Hashable and Sequence of collections.abc; typing.Any.
 
 
 def avg_at_k(correct_PK: np.ndarray) -> float:
     """Mean accuracy over problems and samples (§4.1 "avg@12"). correct_PK: bool [P, K]."""
-    return float(_checked(correct_PK).mean())
+    return float(np.mean(correct_PK))
 
 
 def pass_at_k(correct_PK: np.ndarray, k: int) -> float:
@@ -57,7 +61,6 @@ def pass_at_k(correct_PK: np.ndarray, k: int) -> float:
 
     A problem has n = K samples, of which c are right. ValueError on k outside 1..K.
     """
-    correct_PK = _checked(correct_PK)
     n = correct_PK.shape[1]
     if not 1 <= k <= n:
         raise ValueError(f"pass_at_k: got k = {k}, must be in 1..{n}, the samples per problem")
@@ -112,13 +115,6 @@ def bootstrap_interval(sets_P: Sequence[np.ndarray]) -> tuple[float | None, floa
     return float(np.quantile(means, 0.025)), float(np.quantile(means, 0.975))
 
 
-def _checked(correct_PK: np.ndarray) -> np.ndarray:
-    correct_PK = np.asarray(correct_PK)
-    if correct_PK.ndim != 2 or correct_PK.size == 0:
-        raise ValueError(f"correct_PK must be [problems, samples], got shape {correct_PK.shape}")
-    return correct_PK.astype(bool)
-
-
 # -------------------------------------------------------------------- policies and their places
 
 
@@ -132,11 +128,12 @@ class Sample:
 
 @dataclass
 class Policy:
-    """A model to evaluate. `prepare` adds its settings and samples, on rank 0."""
+    """A model to evaluate. `prepare` adds its results, settings and samples, on rank 0."""
 
     path: str  # a folder or hub id
     base: str  # the model under an adapter; a plain model is its own base
     folder: pathlib.Path  # holds samples.jsonl and results.json; the path as we print it
+    results: dict[str, dict] = field(default_factory=dict)  # results.json, as the command begins
     settings: dict[str, Any] = field(default_factory=dict)  # that all its samples depend on
     samples: list[Sample] = field(default_factory=list)  # on all sets, drawn or not
 
@@ -163,6 +160,9 @@ def run_of(place: pathlib.Path) -> pathlib.Path | None:
     return place.parent.parent if is_checkpoint else None
 
 
+OF_TRL = ("trainer_state.json", "training_args.bin")  # its trainer's, beside a model
+
+
 def base_of(place: pathlib.Path, base: str) -> str:
     """The model under an adapter, or `base` in its place. A plain model is its own base.
 
@@ -171,7 +171,7 @@ def base_of(place: pathlib.Path, base: str) -> str:
     """
     needed = {}  # the trainer's files may be gone
     for name, digest in files.digests_of(place).items():
-        if files.is_of_a_model(pathlib.Path(name)):
+        if files.is_of_a_model(pathlib.Path(name)) and name not in OF_TRL:
             needed[name] = digest
     files.refuse_damaged(place, needed)
     if not (place / "adapter_config.json").exists():
@@ -215,11 +215,45 @@ def folder_of(place: pathlib.Path, home: pathlib.Path, cfg: EvalConfig) -> pathl
 
 # ------------------------------------------------- the problems, and the samples of each policy
 
+MATHEMATICS = config.Common.verifier
 Sets = dict[str, list[Problem]]  # by the set's name
 
 
+def filled(cfg: EvalConfig, policies: list[Policy]) -> EvalConfig:
+    """The settings, with verifier and fields where the command leaves them open.
+
+    They are those of the policies' runs, or else training's default, which sets that have a name
+    here keep. A mark before the answer goes with its field. ValueError if runs differ, or if sets
+    need two verifiers.
+    """
+    named = [source for source in cfg.data if source in problems.SETS]
+    trained = []
+    for run in dict.fromkeys(run_of(pathlib.Path(policy.path)) for policy in policies):
+        if run and len(named) < len(cfg.data) and (run / "config.json").exists():
+            trained.append(files.read_json(run / "config.json")["settings"])
+    reading = {}
+    for name in ("verifier", "problem_field", "answer_field", "answer_after"):
+        default = getattr(config.Common, name)
+        values = {settings.get(name, default) for settings in trained} or {default}
+        if name == "answer_after" and cfg.answer_field:
+            values = {default}
+        if getattr(cfg, name):
+            values = {getattr(cfg, name)}
+        if len(values) > 1:
+            rule = f"the runs trained with {', '.join(sorted(values))}; name one"
+            raise ValueError(f"{config.flag(name)}: {rule}")
+        (reading[name],) = values
+    if named and reading["verifier"] not in (MATHEMATICS, cfg.verifier):
+        rule = f"are mathematics, and the others are judged by {reading['verifier']}"
+        raise ValueError(f"--data: {', '.join(named)} {rule}; give one --verifier, or two commands")
+    words = config.flags_that_differ(reading, asdict(config.Common()))
+    if trained and words:
+        print("as in training, files are read and judged with", *words)
+    return replace(cfg, **reading)
+
+
 def load_sets(cfg: EvalConfig) -> Sets:
-    """The problems of each set, in order."""
+    """The problems of each set, in order. Prints how many repeat another one of their set."""
     sets: Sets = {}
     for source in cfg.data:
         name = pathlib.Path(source).stem
@@ -231,9 +265,12 @@ def load_sets(cfg: EvalConfig) -> Sets:
             problem_field=cfg.problem_field,
             answer_field=cfg.answer_field,
             answer_after=cfg.answer_after,
-            boxed=cfg.verifier == EvalConfig.verifier,
+            boxed=cfg.verifier == MATHEMATICS,
         )
-        sets[name] = data[: cfg.limit or None]
+        data = data[: cfg.limit or None]
+        sets[name] = data
+        if repeats := len(data) - len({x.problem for x in data}):
+            print(f"{source}: {repeats} of {len(data)} problems repeat another one")
     return sets
 
 
@@ -253,7 +290,7 @@ def prepare(
     bases = sorted({served.whole_name(policy.base) for policy in policies})
     if cfg.server and len(bases) > 1:
         raise ValueError(f"--server: serves one base model, got {', '.join(bases)}")
-    print_notes(policies, sets, cfg)
+    print_trained(policies, sets)
     prompts = make_prompts(cfg, sets, world)
     shared = sample_settings(cfg, world)
     look = functools.cache(lambda base: look_at(base, cfg))
@@ -268,11 +305,11 @@ def prepare(
         longest = max((sample.job for sample in policy.samples), key=lambda job: len(job.prompt))
         if len(longest.prompt) >= rollout.context_limit(lm):
             raise ValueError(
-                f"{policy.path}: problem {longest.x.id} fills the model's context; take it "
-                "out of --data"
+                f"{policy.path}: {longest.x} fills the model's context; take it out of --data"
             )
     for policy in policies:
         held.enter_context(files.locked(policy.folder))
+        policy.results = results_of(policy.folder)
     return [missing_samples(policy) for policy in policies]
 
 
@@ -283,22 +320,14 @@ def look_at(base: str, cfg: EvalConfig) -> tuple[Any, Any]:
     return model.load_model(base, "meta", dtype=cfg.dtype, attn=cfg.attn)
 
 
-def print_notes(policies: list[Policy], sets: Sets, cfg: EvalConfig) -> None:
-    """Print what a run read or judged otherwise, and how many of the problems it was trained on."""
-    judging = {}
-    for name, rule in config.Common.rules().items():
-        if rule.group == "the problems":
-            judging[name] = getattr(cfg, name)
+def print_trained(policies: list[Policy], sets: Sets) -> None:
+    """Print of each run how many of the problems it was trained on."""
     asked = set()
     for x in itertools.chain.from_iterable(sets.values()):
         asked.add(problems.fingerprint(x.problem))
     for run in dict.fromkeys(run_of(pathlib.Path(policy.path)) for policy in policies):
         if not run or not (run / "problems.json").exists():
             continue
-        trained = files.read_json(run / "config.json")["settings"]
-        if other := config.flags_that_differ(trained, judging):
-            ours = config.flags_that_differ(judging, trained)
-            print(f"{run} trained with {' '.join(other)}; this evaluation has {' '.join(ours)}")
         if seen := asked & {*files.read_json(run / "problems.json")}:
             print(
                 f"{run} was trained on {len(seen)} of these {len(asked)} problems, "
@@ -332,7 +361,8 @@ def sample_settings(cfg: EvalConfig, world: World) -> dict[str, Any]:
     for name, value in asdict(cfg).items():
         if not rules[name].free:
             settings[name] = value
-    if cfg.verifier != EvalConfig.verifier:  # a class of the user's own
+    settings["verifier"] = cfg.verifier or MATHEMATICS
+    if settings["verifier"] != MATHEMATICS:  # a class of the user's own
         settings["verifier"] += f" ({files.file_digest(verify.file_of(cfg.verifier))})"
     return settings | {
         "skills": cfg.skills
@@ -371,7 +401,7 @@ def samples_of(
 
 def judged_by(x: Problem, cfg: EvalConfig) -> list:
     """What a verdict depends on. Another verifier may also read the other fields of a row."""
-    extra = sorted(x.extra.items()) if cfg.verifier != EvalConfig.verifier else []
+    extra = sorted(x.extra.items()) if cfg.verifier != MATHEMATICS else []
     return [x.problem, x.answer, extra]
 
 
@@ -477,7 +507,7 @@ def figures(
     }
 
 
-def interval(row: dict[str, Any], name: str, sign: str = "") -> str:
+def interval(row: dict[str, Any], name: str) -> str:
     """The interval of a figure in percent, or "none" for too few problems or equal scores.
 
     If all samples are wrong, or all right, we use the rule of three: with n problems, the true rate
@@ -485,10 +515,20 @@ def interval(row: dict[str, Any], name: str, sign: str = "") -> str:
     """
     low = row[f"{name}_low"]
     high = row[f"{name}_high"]
-    if name == "avg" and row[name] in (0, 1):
+    if row[name] in (0, 1):
         most = min(1.0, 3 / row["problems"])
         return f"at least {1 - most:.1%}" if row[name] else f"at most {most:.1%}"
-    return "none" if low is None else f"{low:{sign}.1%} to {high:{sign}.1%}"
+    return "none" if low is None else f"{low:.1%} to {high:.1%}"
+
+
+def results_of(folder: pathlib.Path) -> dict[str, dict]:
+    """A folder's figures by set; {} if it has no results.json. ValueError for a damaged one."""
+    file = folder / "results.json"
+    table = files.read_json(file) if file.exists() else {}
+    for row in table.values() if isinstance(table, dict) else [None]:
+        if not isinstance(row, dict) or "right" not in row:
+            raise ValueError(f"{file}: not the figures of sets; remove it and run eval.py again")
+    return table
 
 
 def line_of(policy: Policy, name: str, row: dict[str, Any], cfg: EvalConfig) -> str:
@@ -515,7 +555,9 @@ def evaluate(cfg: EvalConfig, world: World) -> None:
     with contextlib.ExitStack() as held:
         with command.one_line_errors(cfg.program, *command.GIVEN):
             # Rank 0 reads folders and data, and tells the others; each rank reads the models.
-            policies = distributed.broadcast(find_policies(cfg) if world.main else None, world)
+            policies = find_policies(cfg) if world.main else []
+            cfg = filled(cfg, policies) if world.main else cfg
+            policies, cfg = distributed.broadcast((policies, cfg), world)
             weights = digests_of_weights(policies) if world.main else {}
             verifier = held.enter_context(verify.load_judge(cfg.verifier)(cfg.verify_timeout))
             sets = load_sets(cfg) if world.main else {}
@@ -549,22 +591,20 @@ def digests_of_weights(policies: list[Policy]) -> dict[str, str]:
 def write_results(policy: Policy, sets: Sets, verifier: verify.Judge, cfg: EvalConfig) -> None:
     """Put a policy's figures into its results.json, and print them."""
     drawn = {row.get("digest"): row for row in files.read_jsonl(policy.folder / "samples.jsonl")}
-    file = policy.folder / "results.json"
-    table = files.read_json(file) if file.exists() else {}
     for name, data in sets.items():
         rows = []
         for sample in policy.samples:
             if sample.row["set"] == name:
                 rows.append(drawn[sample.row["digest"]])
-        table[name] = {
+        policy.results[name] = {
             "digest": files.digest([judged_by(x, cfg) for x in data]),
             "problems": len(data),
             "samples": len(rows),
             "settings": policy.settings,
             **figures([x.id for x in data], rows, cfg.samples, verifier.same),
         }
-        print(line_of(policy, name, table[name], cfg), flush=True)
-    files.write_json(file, table)
+        print(line_of(policy, name, policy.results[name], cfg), flush=True)
+    files.write_json(policy.folder / "results.json", policy.results)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

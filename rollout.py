@@ -505,7 +505,7 @@ def rollouts(
             x = job.x
             if not isinstance(verdict.right, bool | np.bool_):
                 rule = "a verdict must be True or False"
-                raise ValueError(f"verifier: {rule}, got {verdict.right!r} for problem {x.id}")
+                raise ValueError(f"verifier: {rule}, got {verdict.right!r} for {x}")
             roll = Rollout(
                 problem_id=x.id,
                 problem=x.problem,

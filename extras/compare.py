@@ -5,12 +5,14 @@
     python -m extras.compare eval/Qwen--Qwen3-1.7B eval/Qwen--Qwen3-1.7B--skills
 
 A FOLDER is a run, a folder of evaluations, or one evaluation. If it has several, plain models come
-before checkpoints, so that a run's base model is the first. We compare all evaluations on the sets
-that the first one has. Differences are paired by problem, with 95% intervals over problems. For
-each run we compare the best checkpoint, by the mean over the sets, with the last.
-We leave out an evaluation, and print the reason, if it has no figures of one of these sets, if its
-problems, samples or settings are others, or if its adapters are on another base model.
-comparison.json, beside the first evaluation, holds all that is printed.
+before checkpoints, so that a run's base model is the first. We compare set by set, on the sets that
+the first one has, and in the mean over these sets if one verifier judged all. Differences are
+paired by problem, in percentage points, with 95% intervals over problems (bootstrap); beside them
+stand the problems that were won, lost and tied by their counts of right samples. For each run we
+compare its best checkpoint on a set, or in the mean, with its last.
+We leave out an evaluation of a set, and print the reason, if it has no figures there, if problems,
+samples or settings are others, or if its adapters are on another base model. The mean has those
+that no set leaves out. comparison.json, beside the first evaluation, holds all that is printed.
 
 Dimension key: P problems.
 """
@@ -24,13 +26,13 @@ from typing import Any
 import numpy as np
 
 import distributed
-from eval import bootstrap_interval, interval
+from eval import bootstrap_interval, interval, results_of
 from lib import command, files
 
 # Settings in which two evaluations may differ: who is evaluated, and the machine.
 MAY_DIFFER = {"the policy's files", "skills", "device", "attn"}
 STEP = re.compile(r"step_(\d+)")  # in a checkpoint's name
-SHARES = ("pass", "maj", "boxed", "truncated")  # of problems or samples, without intervals
+SHARES = ("maj", "boxed", "truncated")  # of problems or samples, without intervals
 
 
 @dataclass(frozen=True)
@@ -57,9 +59,11 @@ class Evaluated:
     def samples_per_problem(self, name: str) -> int:
         return self.sets[name]["samples"] // self.sets[name]["problems"]
 
-    def scores_P(self, name: str) -> np.ndarray:
-        """Each problem's share of right samples on a set."""
+    def scores_P(self, name: str, figure: str = "avg") -> np.ndarray:
+        """Each problem's share of right samples on a set; for "pass" 1 where any is right, or 0."""
         right_P = np.array([*self.sets[name]["right"].values()])
+        if figure == "pass":
+            return np.sign(right_P)
         return right_P / self.samples_per_problem(name)
 
 
@@ -68,7 +72,7 @@ def evaluations_in(folder: pathlib.Path) -> list[Evaluated]:
     results: list[pathlib.Path] = []
     for pattern in ("results.json", "*/results.json", "eval/*/results.json"):
         results += folder.glob(pattern)
-    evaluated = [Evaluated(path.parent, files.read_json(path)) for path in sorted(results)]
+    evaluated = [Evaluated(path.parent, results_of(path.parent)) for path in sorted(results)]
     return sorted(evaluated, key=lambda x: (x.step, not x.is_plain))
 
 
@@ -80,34 +84,45 @@ def differences(one: dict[str, Any], other: dict[str, Any]) -> set[str]:
 
 
 def why_not(one: Evaluated, other: Evaluated, name: str) -> str:
-    """Why two evaluations cannot be compared on a set; "" if they can."""
+    """Why the other evaluation cannot be compared with one on a set; "" if it can."""
     if name not in other.sets:
-        return "it has no figures; run its command to the end"
+        return f"was not evaluated on {name}"
     differing = differences(one.sets[name], other.sets[name]) - MAY_DIFFER
     if one.is_plain and other.is_plain:  # such as a fully trained model and its base
         differing.discard("the base's files")
-    return f"they have different values of {', '.join(sorted(differing))}" if differing else ""
+    return f"has other values of {', '.join(sorted(differing))} on {name}" if differing else ""
+
+
+def with_interval(key: str, sets_P: Sequence[np.ndarray]) -> dict[str, Any]:
+    """The mean of the sets' means, and its interval over problems. sets_P: a score per problem."""
+    low, high = bootstrap_interval(sets_P)
+    mean = float(np.mean([scores_P.mean() for scores_P in sets_P]))
+    return {key: mean, f"{key}_low": low, f"{key}_high": high}
 
 
 def mean_figures(x: Evaluated, names: Sequence[str]) -> dict[str, Any]:
     """The figures on a set, or their mean over several sets of equal weight (Tab. 3 "Avg.")."""
     figures: dict[str, Any] = {}
-    for key in ("avg", *SHARES, "tokens", "problems", "samples"):
+    for key in (*SHARES, "tokens", "problems", "samples"):
         total = sum(x.sets[name][key] for name in names)
         figures[key] = total if key in ("problems", "samples") else total / len(names)
-    low, high = bootstrap_interval([x.scores_P(name) for name in names])
-    return figures | {"avg_low": low, "avg_high": high}
+    for key in ("avg", "pass"):
+        figures |= with_interval(key, [x.scores_P(name, key) for name in names])
+    return figures
 
 
 def difference(ours: Evaluated, theirs: Evaluated, names: Sequence[str]) -> dict[str, Any]:
-    """Our mean score minus theirs, paired by problem, with its interval.
+    """Our avg@k and pass@k minus theirs, paired by problem, and how many problems we won.
 
-    The interval is None if the difference is the same for all problems, or if they are too few.
+    An interval is None if the difference is the same for all problems, or if they are too few.
     """
-    gaps = [ours.scores_P(name) - theirs.scores_P(name) for name in names]
-    low, high = bootstrap_interval(gaps)
-    mean = float(np.mean([gap_P.mean() for gap_P in gaps]))
-    return {"to": str(theirs.folder), "diff": mean, "diff_low": low, "diff_high": high}
+    row: dict[str, Any] = {"to": str(theirs.folder)}
+    for figure, key in (("pass", "pass_diff"), ("avg", "diff")):
+        gaps = [ours.scores_P(name, figure) - theirs.scores_P(name, figure) for name in names]
+        row |= with_interval(key, gaps)
+    signs_P = np.sign(np.concatenate(gaps))  # of avg@k
+    row["won_lost_tied"] = [int((signs_P == sign).sum()) for sign in (1, -1, 0)]
+    return row
 
 
 def comparison(evaluated: Sequence[Evaluated], names: Sequence[str]) -> dict[str, Any]:
@@ -143,41 +158,59 @@ def tables_of(evaluated: Sequence[Evaluated]) -> tuple[dict[str, dict], list[str
     Also a line for each set for which an evaluation is left out.
     """
     first = evaluated[0]
-    compared: list[Evaluated] = []
+    in_mean = [*evaluated]
+    tables: dict[str, dict] = {}
     reasons: list[str] = []
-    for x in evaluated:
-        is_compared = True
-        for name in first.sets:
+    for name in first.sets:
+        compared: list[Evaluated] = []
+        for x in evaluated:
             if why := why_not(first, x, name):
-                reasons.append(f"left out: {x.folder}, {name}: {why}")
-                is_compared = False
-        if is_compared:
-            compared.append(x)
-    tables = {name: comparison(compared, [name]) for name in first.sets}
-    if len(tables) > 1:
-        tables[f"mean of {', '.join(sorted(tables))}"] = comparison(compared, [*tables])
+                reasons.append(f"left out: {x.folder} {why}")
+                in_mean = [other for other in in_mean if other is not x]
+            else:
+                compared.append(x)
+        tables[name] = comparison(compared, [name])
+    names = sorted(tables)
+    if len({row["settings"].get("verifier") for row in first.sets.values()}) > 1:
+        reasons.append(f"no mean of {', '.join(names)}: they have different values of verifier")
+    elif len(names) > 1:
+        tables[f"mean of {', '.join(names)}"] = comparison(in_mean, names)
     return tables, reasons
 
 
+def points(row: dict[str, Any], key: str) -> str:
+    """A difference and its interval in percentage points."""
+    low = row[f"{key}_low"]
+    between = "none" if low is None else f"{100 * low:+.1f} to {100 * row[f'{key}_high']:+.1f}"
+    return f"{100 * row[key]:+.1f} ({between})"
+
+
 def print_tables(tables: dict[str, dict]) -> None:
-    """The figures in Markdown; each run's best checkpoint and its last, by the last table."""
-    heads = "model | set | problems | avg@k | 95% | - first | 95% | pass@k | maj@k | boxed | cut"
-    print(f"| {heads} | tokens |\n{'|---' * 12}|")
+    """The figures in Markdown; for each table the runs' best and last checkpoints."""
+    print(
+        "| model | set | problems | avg@k (95%) | pass@k (95%) | avg - first, points "
+        "| won, lost, tied | pass - first, points | maj@k | boxed | cut | tokens |\n"
+        f"{'|---' * 12}|"
+    )
     for name, table in tables.items():
         for folder, row in table["results"].items():
-            cells = [folder, name, f"{row['problems']}", f"{row['avg']:.1%}", interval(row, "avg")]
+            cells = [folder, name, str(row["problems"])]
+            for key in ("avg", "pass"):
+                cells.append(f"{row[key]:.1%} ({interval(row, key)})")
             if "diff" in row:
-                cells += [f"{row['diff']:+.1%}", interval(row, "diff", "+")]
+                won, lost, tied = row["won_lost_tied"]
+                cells += [points(row, "diff"), f"{won}, {lost}, {tied}", points(row, "pass_diff")]
             else:
-                cells += ["", ""]
+                cells += ["", "", ""]
             cells += [f"{row[share]:.1%}" for share in SHARES]
             print(f"| {' | '.join(cells)} | {row['tokens']:.0f} |")
-    for row in table["selections"]:  # of the last table
-        print(
-            f"of {row['checkpoints']} checkpoints: best {row['best']}, last {row['last']}, best - "
-            f"last {row['diff']:+.1%} ({interval(row, 'diff', '+')}); the best was picked on these "
-            f"problems: {name}"
-        )
+    for name, table in tables.items():
+        for row in table["selections"]:
+            line = f"{name}: of {row['checkpoints']} checkpoints the best is {row['best']}"
+            if row["best"] == row["last"]:
+                print(f"{line}, the last")
+            else:
+                print(f"{line}, by {points(row, 'diff')} points to the last, {row['last']}")
 
 
 def compare(folders: Sequence[pathlib.Path]) -> None:

@@ -384,8 +384,8 @@ class EvalConfig(Common):
     )
     data: tuple[str, ...] = setting(
         ("aime24", "aime25", "hmmt25"),
-        "aime24, aime25, hmmt25, math500, amc23, gsm8k, files or hub ids; the stem of a path is "
-        "the set's name",
+        "aime24, aime25, hmmt25, aime26, math500, amc23, gsm8k, files or hub ids; the stem of a "
+        "path is the set's name",
         "the problems",
         free=True,
     )
@@ -410,6 +410,14 @@ class EvalConfig(Common):
     max_new_tokens: int = setting(38912, "longest sample, in tokens; App. F.1", "the sampling")
     thinking: bool = setting(True, "thinking mode; S3", "the sampling")
     seed: int = setting(0, "seed of the samples", "the run", least=0, most=2**40)
+    verifier: str = setting(
+        "",
+        "verifier, as MODULE:CLASS; not given it is the run's, as are the fields, or mathematics",
+        "the problems",
+    )
+    problem_field: str = ""  # "": as the run trained, or else training's default
+    answer_field: str = ""
+    answer_after: str = ""  # it goes with --answer-field
     rows: int = setting(
         64,
         "most samples decoded, or asked of a server, at a time",

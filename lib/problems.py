@@ -6,11 +6,13 @@ Also here: the check that no training problem is in an evaluation set, and a ste
 import hashlib
 import itertools
 import json
+import math
 import pathlib
 import re
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from decimal import Decimal
 from typing import Any
 
 import torch
@@ -24,6 +26,11 @@ class Problem:
     problem: str
     answer: str
     extra: dict = field(default_factory=dict, compare=False)  # its row, for a judge or a teacher
+    where: str = field(default="", compare=False)  # file and line of a row that has no id
+
+    def __str__(self) -> str:
+        """The problem's name in an error."""
+        return f"problem {self.where or self.id}"
 
 
 # ---------------------------------------------------------------------------------------- reading
@@ -35,6 +42,7 @@ DAPO_PREFIX = (
 )
 DAPO_SUFFIX = 'Remember to put your answer on its own line after "Answer:".'
 CJK = re.compile(r"[\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af\uf900-\ufaff]")
+BLANK = re.compile(r"[\s\u00ad\u200b-\u200f\u202a-\u202e\u2060-\u2064\ufeff]*")  # or without width
 
 
 def load_problems(
@@ -49,8 +57,8 @@ def load_problems(
 ) -> tuple[list[Problem], dict[str, int]]:
     """Read problems, in order, and count what was dropped.
 
-    A row has a problem and an answer, texts or whole numbers, and may have an `id`. A row of
-    DAPO-Math has a chat instead: we strip its boilerplate, and drop Chinese, Japanese, Korean (D8).
+    A row has a problem and an answer, texts or numbers, and may have an `id`. A row of DAPO-Math
+    has a chat instead: we strip its boilerplate, and drop Chinese, Japanese, Korean (D8).
 
     source: a JSONL or parquet file, HUB_ID or HUB_ID:CONFIGURATION, or a folder in the hub's
     layout. Hub and folder have splits. answer_after: the mark before an answer, as GSM8K's "####".
@@ -66,7 +74,7 @@ def load_problems(
     conflicting: set[str] = set()
     for index, (where, row) in enumerate(_rows(source, split)):
         try:
-            x = _problem(row, index, problem_field, answer_field, answer_after, boxed)
+            x = _problem(row, where, index, problem_field, answer_field, answer_after, boxed)
         except ValueError as e:
             raise ValueError(f"{where}: {e}") from None
         counts["rows"] += 1
@@ -91,6 +99,7 @@ def load_problems(
 
 def _problem(
     row: Any,
+    where: str,
     index: int,
     problem_field: str,
     answer_field: str,
@@ -106,7 +115,7 @@ def _problem(
     answer = _text(row, answer_field)
     if answer_after:
         _, mark, rest = answer.rpartition(answer_after)
-        if not mark or not rest.strip():
+        if not mark or BLANK.fullmatch(rest):
             raise ValueError(f"nothing follows --answer-after {answer_after!r} in {answer!r:.60}")
         answer = rest.strip()
     if boxed and ("####" in answer or "\n" in answer):
@@ -115,17 +124,20 @@ def _problem(
             "the answer by --answer-after, or write it in one line"
         )
     extra = {name: value for name, value in row.items() if name != "id"}
-    return Problem(str(row.get("id", index)), problem, answer, extra)
+    return Problem(str(row.get("id", index)), problem, answer, extra, "" if "id" in row else where)
 
 
 def _text(row: dict, name: str) -> str:
-    """A field's text without blanks around it. ValueError if it has none."""
-    value = row.get(name)
-    if type(value) is int or (isinstance(value, float) and value.is_integer()):
-        value = str(int(value))
-    if not isinstance(value, str) or not value.strip():
+    """A field's text without blanks around it, or its number's digits. ValueError if it has none.
+
+    A float has the digits of its `repr`, but no exponent: as mathematics, 1e-05 would be e - 5.
+    """
+    value: Any = row.get(name)
+    if type(value) in (int, float) and math.isfinite(value):
+        value = f"{Decimal(repr(value)):f}".removesuffix(".0")
+    if not isinstance(value, str) or BLANK.fullmatch(value):
         raise ValueError(
-            f"`{name}` must be a text or integer, got {value!r:.40}; the row has {', '.join(row)}; "
+            f"`{name}` must be a text or number, got {value!r:.40}; the row has {', '.join(row)}; "
             "--problem-field and --answer-field read other fields"
         )
     return value.strip()
@@ -199,6 +211,7 @@ SETS: dict[str, tuple[str, str, dict[str, str]]] = {  # source, split and fields
     "aime24": ("HuggingFaceH4/aime_2024", "train", {}),  # the paper's three
     "aime25": ("yentinglin/aime_2025", "train", {}),
     "hmmt25": ("MathArena/hmmt_feb_2025", "train", {}),
+    "aime26": ("MathArena/aime_2026", "train", {}),
     "math500": ("HuggingFaceH4/MATH-500", "test", {}),
     "amc23": ("math-ai/amc23", "test", {"problem_field": "question"}),
     "gsm8k": ("openai/gsm8k:main", "test", {"problem_field": "question", "answer_after": "####"}),
@@ -206,12 +219,19 @@ SETS: dict[str, tuple[str, str, dict[str, str]]] = {  # source, split and fields
 
 
 def load_set(name: str, split: str, **reading: Any) -> list[Problem]:
-    """Read an evaluation set: one of SETS, or any source of `load_problems`; copies are kept.
+    """Read an evaluation set: one of SETS, or any source of `load_problems`; copies stay in it.
 
-    reading: the arguments of `load_problems` for a source that is not one of SETS.
+    reading: the arguments of `load_problems` for a source that is not one of SETS. ValueError for a
+    problem that has two answers.
     """
     source, split, reading = SETS.get(name, (name, split, reading))
-    return load_problems(source, split=split, unique=False, **reading)[0]
+    data, _ = load_problems(source, split=split, unique=False, **reading)
+    answers: dict[str, str] = {}
+    for x in data:
+        first = answers.setdefault(x.problem, x.answer)
+        if x.answer != first:
+            raise ValueError(f"{source}: {x} has the answer {x.answer!r}, and a copy {first!r}")
+    return data
 
 
 def fingerprint(problem: str) -> str:
@@ -221,7 +241,7 @@ def fingerprint(problem: str) -> str:
 
 
 def refuse_overlap(problems: Sequence[Problem], where: str) -> None:
-    """ValueError, with all ids, if a training problem is in one of the paper's evaluation sets.
+    """ValueError, with all of them, if training problems are in the paper's evaluation sets.
 
     where: the source of the problems, for the error. eval_sets.json has the sets' fingerprints.
     """
@@ -229,9 +249,9 @@ def refuse_overlap(problems: Sequence[Problem], where: str) -> None:
     overlap = []
     for x in problems:
         key = fingerprint(x.problem)
-        overlap += [
-            f"{x.id} ({name})" for name, fingerprints in sets.items() if key in fingerprints
-        ]
+        for name, fingerprints in sets.items():
+            if key in fingerprints:
+                overlap.append(f"{x.where or x.id} ({name})")
     if overlap:
         raise ValueError(
             f"{where}: {len(overlap)} problems are in an evaluation set; drop them: "

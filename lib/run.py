@@ -436,7 +436,7 @@ def load_training(cfg: Config) -> list[Problem]:
     for x in data if name else []:
         text = x.extra.get(name)
         if not isinstance(text, str) or not text.strip():
-            raise ValueError(f"--teacher-field {name}: must be a text, got {text!r:.40} in {x.id}")
+            raise ValueError(f"--teacher-field {name}: must be a text, got {text!r:.40} in {x}")
     return data
 
 
@@ -717,10 +717,13 @@ def what_next(run: Run) -> str:
 def evaluation(cfg: Config) -> list[str]:
     """eval.py's arguments for an evaluation that reads, samples and judges as the run trained."""
     shared = {}
+    others = asdict(EvalConfig())
     for name, rule in cfg.rules().items():
-        if hasattr(config.Common, name) or rule.group == "the sampling":
-            shared[name] = getattr(cfg, name)
-    words = [cfg.model, cfg.out, *config.flags_that_differ(shared, asdict(EvalConfig()))]
+        if (hasattr(config.Common, name) or rule.group == "the sampling") and others.get(
+            name
+        ) != "":
+            shared[name] = getattr(cfg, name)  # eval.py reads from the run what is "" there
+    words = [cfg.model, cfg.out, *config.flags_that_differ(shared, others)]
     if cfg.student_prefix == "closed":
         words.append("--no-thinking")
     if cfg.data != Config.data:

@@ -92,7 +92,7 @@ class Judge(AbstractContextManager):
                 answer = self.answer(text)
                 right = answer is not None and self.is_right(problem, answer)
             except Exception as e:
-                e.add_note(f"the verifier was at problem {problem.id}, answer {answer!r:.200}")
+                e.add_note(f"the verifier was at {problem}, answer {answer!r:.200}")
                 raise
             verdicts.append(Verdict(answer, right))
         return verdicts

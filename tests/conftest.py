@@ -190,7 +190,8 @@ def write_evaluation(folder, settings=(), digest="1", k=4, **sets):
     about = {"the policy's files": folder.name if is_step else "w", "the base's files": "w"}
     about |= {"device": "cpu", "seed": 0, "skills": "", **dict(settings)}
     for name, right_P in sets.items():
-        row = dict.fromkeys(("pass", "maj", "boxed", "truncated", "tokens"), 0.5)
+        row = dict.fromkeys(("maj", "boxed", "truncated", "tokens"), 0.5)
+        row["pass"] = sum(count > 0 for count in right_P) / len(right_P)
         row |= {"digest": digest, "problems": len(right_P), "samples": k * len(right_P)}
         row |= {"avg": sum(right_P) / len(right_P) / k, "avg_low": None, "avg_high": None}
         right = {f"p{i}": count for i, count in enumerate(right_P)}

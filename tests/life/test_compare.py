@@ -4,11 +4,14 @@
 two problems, of k = 4 samples each, 1 and 2 were right.
 """
 
+import itertools
 import json
+from collections import Counter
 
+import numpy as np
 import pytest
 from conftest import write_evaluation
-from driver import completes
+from driver import completes, refused
 
 from extras import compare
 
@@ -30,7 +33,7 @@ def test_pairing_removes_what_policies_share(tmp_path):
     more = [count + (i % 8 == 0) for i, count in enumerate(shared)]
     base = write_evaluation(tmp_path / "eval/base", d=shared)
     last = write_evaluation(tmp_path / "eval/step_000002", d=more)
-    tables, left_out, _ = compared(tmp_path)
+    tables, left_out, printed = compared(tmp_path)
     first, row = tables["d"]["results"].values()
     assert list(tables["d"]["results"]) == [str(base), str(last)] and not left_out
     assert "diff" not in first and row["avg_low"] < first["avg"] and row["to"] == str(base)
@@ -38,6 +41,58 @@ def test_pairing_removes_what_policies_share(tmp_path):
     # 1.96 standard errors of 80 are .0181
     got = [row["diff"], row["diff_low"], row["diff_high"]]
     assert got == pytest.approx([0.03125, 0.0131, 0.0494], abs=4e-3)
+    assert row["won_lost_tied"] == [10, 0, 70]
+    assert f"| +3.1 ({100 * got[1]:+.1f} to {100 * got[2]:+.1f}) | 10, 0, 70 |" in printed
+
+
+def by_hand(values_P):
+    """The middle 95% of the mean of problems that are drawn with replacement: all its chances."""
+    chance_of = {0: 1.0}  # of each sum
+    for _ in values_P:
+        longer = Counter()
+        for total, value in itertools.product(chance_of, values_P):
+            longer[total + value] += chance_of[total] / len(values_P)
+        chance_of = longer
+    totals, sums_to = sorted(chance_of), np.cumsum([chance_of[x] for x in sorted(chance_of)])
+    return [totals[int(np.searchsorted(sums_to, p))] / len(values_P) for p in (0.025, 0.975)]
+
+
+def test_pass_at_k_has_the_interval_of_a_bootstrap_over_problems(tmp_path):
+    """pass@4 asks whether a problem has a right sample. 8 of 16 problems have one, then 12: six of
+    the others, and two of the 8 are lost.
+
+    The mean of 16 problems, each of which has one with chance 3/4, is at most 7/16 with chance .7%,
+    at most 8/16 with 2.7%, at most 14/16 with 93.7%, at most 15/16 with 99%: from .5 to .9375."""
+    write_evaluation(tmp_path / "eval/base", d=[1, 3] * 4 + [0] * 8)
+    write_evaluation(tmp_path / "eval/step_000002", d=[0] * 2 + [2] * 12 + [0] * 2)
+    tables, _, printed = compared(tmp_path)
+    first, row = tables["d"]["results"].values()
+    assert (first["pass"], row["pass"], row["pass_diff"]) == (0.5, 0.75, 0.25)
+    assert [row["pass_low"], row["pass_high"]] == by_hand([0] * 4 + [1] * 12) == [0.5, 0.9375]
+    got = [row["pass_diff_low"], row["pass_diff_high"]]
+    assert got == by_hand([-1] * 2 + [1] * 6 + [0] * 8)
+    assert "| 75.0% (50.0% to 93.8%) | " in printed
+    assert f"| +25.0 ({100 * got[0]:+.1f} to {100 * got[1]:+.1f}) | 50.0% |" in printed
+
+
+def test_a_set_has_all_that_were_evaluated_on_it_and_the_mean_those_of_every_set(tmp_path):
+    """The mean is of sets that one verifier judged."""
+    first = write_evaluation(tmp_path / "run/eval/base", d=[1, 2], e=[1])
+    part = write_evaluation(tmp_path / "run/eval/step_000001", d=[2, 2])
+    last = write_evaluation(tmp_path / "run/eval/step_000002", d=[1, 1], e=[2])
+    tables, (reason,), printed = compared(tmp_path / "run")
+    folders = {name: [*table["results"]] for name, table in tables.items()}
+    assert folders["d"] == [str(x) for x in (first, part, last)]
+    assert folders["e"] == folders["mean of d, e"] == [str(first), str(last)]
+    assert f"{part} was not evaluated on e" in reason and "d: of 2 checkpoints" in printed
+    results = json.loads((last / "results.json").read_text())
+    for name, folder in itertools.product("de", (first, part, last)):
+        results = json.loads((folder / "results.json").read_text())
+        if name in results:
+            results[name]["settings"]["verifier"] = f"of {name}"
+        (folder / "results.json").write_text(json.dumps(results))
+    tables, reasons, _ = compared(tmp_path / "run")
+    assert [*tables] == ["d", "e"] and "verifier" in reasons[-1]
 
 
 def test_a_mean_over_sets_weighs_them_alike(tmp_path):
@@ -46,7 +101,7 @@ def test_a_mean_over_sets_weighs_them_alike(tmp_path):
     tables, _, printed = compared(folder)
     mean = tables["mean of d, e"]["results"][str(folder)]
     assert (mean["avg"], mean["problems"], mean["samples"]) == (0.5, 4, 16)
-    assert f"| {folder} | mean of d, e | 4 | 50.0% | none |" in printed
+    assert f"| {folder} | mean of d, e | 4 | 50.0% (none) |" in printed
 
 
 def test_the_best_checkpoint_by_set_and_by_mean_stands_beside_the_last(tmp_path):
@@ -62,7 +117,32 @@ def test_the_best_checkpoint_by_set_and_by_mean_stands_beside_the_last(tmp_path)
     assert (common | {"best": str(second), "diff": 0.25}).items() <= of_d.items()
     assert (common | {"best": str(first), "diff": 0.5}).items() <= of_e.items()
     assert (common | {"best": str(first), "diff": 0.25}).items() <= of_mean.items()
-    assert f"best {first}" in printed
+    assert f"mean of d, e: of 3 checkpoints the best is {first}" in printed
+    assert "+25.0 (none)" in printed
+
+
+def test_a_best_checkpoint_that_is_the_last_has_no_difference(tmp_path):
+    write_evaluation(tmp_path / "eval/step_000001", d=[1, 2])
+    last = write_evaluation(tmp_path / "eval/step_000002", d=[2, 2])
+    _, _, printed = compared(tmp_path)
+    (line,) = [line for line in printed.splitlines() if "checkpoints" in line]
+    assert str(last) in line and "best - last" not in line
+
+
+DAMAGED = {
+    "no JSON": "{",
+    "a list": "[]",
+    "no figures": '{"d": 5}',
+    "no counts": '{"d": {"avg": 1}}',
+}
+
+
+@pytest.mark.parametrize("what", DAMAGED)
+def test_a_damaged_file_of_results_is_one_line(what, tmp_path):
+    write_evaluation(tmp_path / "eval/base", d=[1])
+    file = tmp_path / "eval/base/results.json"
+    file.write_text(DAMAGED[what])
+    refused(compare.main, [tmp_path], file)
 
 
 OTHERS = {  # a word of the line: the evaluation that it is about
@@ -70,7 +150,6 @@ OTHERS = {  # a word of the line: the evaluation that it is about
     "base": {"settings": {"the base's files": "v"}, "d": [1, 2], "e": [1]},
     "problems": {"digest": "2", "d": [1, 2], "e": [1]},
     "samples": {"k": 8, "d": [1, 2], "e": [1]},
-    "no figures": {"d": [1, 2], "f": [1, 2]},
 }
 
 
@@ -82,7 +161,8 @@ def test_an_evaluation_under_other_conditions_is_left_out_by_name(word, tmp_path
     tables, (line, *_), printed = compared(first, other, third)
     assert [*tables] == ["d", "e", "mean of d, e"]
     assert all([*table["results"]] == [str(first), str(third)] for table in tables.values())
-    assert str(other) in line and word in line and line in printed
+    assert f"{other} has other values of {word}" in line.replace("the base's files", "base")
+    assert line in printed
 
 
 def test_skills_the_machine_and_trained_weights_may_differ(tmp_path):

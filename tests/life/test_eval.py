@@ -12,7 +12,7 @@ import fake_engine
 import numpy as np
 import pytest
 import small_run
-from conftest import PROBLEMS, make_adapter, make_tokenizer, save_model
+from conftest import PROBLEMS, ROOT, make_adapter, make_tokenizer, save_model
 from driver import completes, killed_at, refused, rows, run_two, write_rows
 
 import distributed
@@ -254,16 +254,111 @@ def test_the_problems_that_a_run_was_trained_on_are_counted(world_dir, here, bas
     assert f"{here / 'run'} was trained on 2 of these 4" in printed
 
 
-def test_a_run_with_another_verifier_or_other_fields_is_told(world_dir, here, base):
-    """Before its samples are drawn. An older run may lack a setting."""
-    make_adapter(here / "run/checkpoints/step_000001", base)
-    files.write_json(here / "run/problems.json", [])
-    trained = {"answer_field": "target", "verifier": "my_domain:Estimate", "temperature": 1.1}
-    files.write_json(here / "run/config.json", {"settings": trained})
-    first, *_ = call(here / "run", data=world_dir / "data.jsonl").splitlines()
-    had = "--answer-field=target --verifier=my_domain:Estimate"
-    now = "--answer-field=answer --verifier=small_run:Exact"
-    assert first == f"{here / 'run'} trained with {had}; this evaluation has {now}"
+def write_run(run, base, **settings):
+    """A run with a checkpoint, that trained with these settings."""
+    make_adapter(run / "checkpoints/step_000001", base)
+    files.write_json(run / "config.json", {"settings": settings})
+    return run
+
+
+FLAGS = "--samples 2 --limit 4 --max-new-tokens 8 --device cpu".split()
+
+
+def test_a_runs_verifier_and_fields_are_taken_over(here, base, monkeypatch):
+    """For the plain model beside it, too. A mark goes with its field; sets that have a name keep
+    mathematics. The samples are those of a command that names all."""
+    run = write_run(
+        here / "run", base, verifier="small_run:Exact", answer_field="target", answer_after="#"
+    )
+    lines = [{"problem": x["problem"], "target": f"so # {x['answer']}"} for x in PROBLEMS]
+    write_rows(here / "data.jsonl", [x | {"answer": "# 5"} for x in lines])
+    argv = [base, run, *FLAGS, "--data", "data.jsonl"]
+    (line,) = [x for x in completes(eval.main, argv).splitlines() if "--verifier" in x]
+    assert "--verifier=small_run:Exact --answer-field=target --answer-after=#" in line
+    for folder in (run / "eval").iterdir():
+        assert [x["gold"] for x in rows(folder / "samples.jsonl")[::2]] == ["3", "5", "7", "9"]
+        assert "small_run:Exact" in read(folder)["data"]["settings"]["verifier"]
+    given = "--verifier small_run:Exact --answer-field target --answer-after #".split()
+    before = read(run / "eval/step_000001")
+    completes(eval.main, [*argv, *given])
+    assert len(rows(run / "eval/step_000001/samples.jsonl")) == 8
+    assert read(run / "eval/step_000001") == before
+
+    load = lambda *_, **__: datasets.Dataset.from_list([{"problem": "2 + 3?", "answer": 5}])  # noqa: E731
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    flags = [run, *FLAGS, "--answer-field=answer", "--data", "aime24"]
+    refused(eval.main, [*flags, "data.jsonl"], "aime24", "small_run:Exact", "--verifier")
+    completes(eval.main, flags)
+    settings = read(run / "eval/step_000001")["aime24"]["settings"]
+    assert settings["verifier"] == "lib.verify:Verifier"
+    completes(eval.main, [*flags[:-1], "data.jsonl"])
+    log = rows(run / "eval/step_000001/samples.jsonl")
+    assert [x["gold"] for x in log[8:]] == ["5"] * 2 + ["# 5"] * 8
+
+
+def test_runs_that_trained_otherwise_are_one_line(here, base, world_dir):
+    """An older run may lack a setting: it trained with the default."""
+    one = write_run(here / "one", base, verifier="small_run:Exact")
+    two = write_run(here / "two", base)
+    argv = [one, two, *FLAGS, "--data", world_dir / "data.jsonl"]
+    refused(eval.main, argv, "--verifier", "small_run:Exact", "lib.verify:Verifier")
+    completes(eval.main, [*argv, "--verifier", "small_run:Exact"])
+
+
+def test_a_sets_repeated_problems_are_counted(here, base):
+    write_rows(here / "data.jsonl", [PROBLEMS[i] for i in (0, 1, 0, 0)])
+    printed = call(base, data="data.jsonl")
+    assert "data.jsonl: 2 of 4 problems" in printed and " tokens, 4 problems" in printed
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"data": 5}'])
+def test_damaged_results_are_one_line_before_a_sample_is_drawn(content, here, base, world_dir):
+    folder = here / "eval" / f"{here.parent.name}--model"
+    folder.mkdir(parents=True)
+    (folder / "results.json").write_text(content)
+    refused(eval.main, command(base, data=world_dir / "data.jsonl"), "results.json")
+    assert not (folder / "samples.jsonl").exists()
+
+
+def test_what_trls_trainer_leaves_beside_a_model_is_not_needed(here, base, world_dir):
+    place = shutil.copytree(base, here / "run/checkpoints/step_000001")
+    for name in ("trainer_state.json", "training_args.bin"):
+        (place / name).write_text("{}")
+    files.write_digests(place)
+    for name in ("trainer_state.json", "training_args.bin"):
+        (place / name).unlink()
+    call(place, data=world_dir / "data.jsonl")
+
+
+TINY = ROOT / "tiny"
+
+
+def test_a_merged_checkpoint_decoded_by_plain_generate_gives_the_same_texts(here):
+    """Greedily, one problem at a time, with nothing of ours but the words of the prompt's file."""
+    import peft
+    import torch
+    import transformers
+
+    place = here / "run/checkpoints/step_000001"
+    make_adapter(place, TINY / "model")
+    argv = f"{place} --data {TINY}/valid.jsonl --limit 20 --samples 1 --temperature 0 --rows 7"
+    more = "--no-thinking --max-new-tokens 60 --device cpu --verifier small_run:Exact"
+    completes(eval.main, [*argv.split(), *more.split()])
+    drawn = {row["id"]: row for row in rows(here / "run/eval/step_000001/samples.jsonl")}
+    lm = transformers.AutoModelForCausalLM.from_pretrained(TINY / "model", dtype=torch.float32)
+    lm = peft.PeftModel.from_pretrained(lm, str(place)).merge_and_unload()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(TINY / "model")
+    words, texts = (ROOT / "prompts/student.txt").read_text(), set()
+    for x in rows(TINY / "valid.jsonl")[:20]:
+        turn = [{"role": "user", "content": words.replace("{problem}", x["problem"])}]
+        ids = tokenizer.apply_chat_template(
+            turn, add_generation_prompt=True, enable_thinking=False, return_tensors="pt"
+        )["input_ids"]
+        reply = lm.generate(ids, do_sample=False, max_new_tokens=60)[0, ids.shape[1] :]
+        text = tokenizer.decode(reply, skip_special_tokens=True)
+        assert drawn[x["id"]]["text"] == text, x["id"]
+        texts.add(text)
+    assert len(texts) > 15
 
 
 ORDER = "device dtype attn verifier verify_timeout skills temperature top_p top_k max_new_tokens"

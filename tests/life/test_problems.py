@@ -73,7 +73,41 @@ def test_what_teachers_see_is_a_text_of_each_row_word_for_word(tmp_path):
     for value in (" \n", 7, ["h"], None):
         data = write(tmp_path / "b.jsonl", row, {"id": "q", "problem": "2", "hint": value})
         cfg = opsd.OPSDConfig(data=data, answer_field="problem", teacher_field="hint")
-        one_line(lambda cfg=cfg: load_training(cfg), "--teacher-field hint", "in q")
+        one_line(lambda cfg=cfg: load_training(cfg), "--teacher-field hint", "problem q")
+
+
+def test_a_float_is_taken_in_its_shortest_digits_without_an_exponent(tmp_path):
+    """As mathematics 1e-05 would be read as e - 5."""
+    values = {
+        0.1: "0.1",
+        -2.50: "-2.5",
+        1e-05: "0.00001",
+        1.5e-7: "0.00000015",
+        1e20: f"1{'0' * 20}",
+    }
+    data = [{"problem": str(value), "answer": value} for value in values]
+    loaded, _ = problems.load_problems(write(tmp_path / "a.jsonl", *data))
+    assert [x.answer for x in loaded] == [*values.values()]
+
+
+def test_a_problem_is_named_by_its_id_or_its_line(tmp_path):
+    """Lines are counted from 1."""
+    data = [{"id": "x", "problem": "p", "answer": 1}, {"problem": "q", "answer": 2}]
+    source = tmp_path / "a.jsonl"
+    source.write_text("".join(f"{json.dumps(row)}\n\n" for row in data))
+    assert [str(x) for x in problems.load_problems(str(source))[0]] == [
+        "problem x",
+        f"problem {source}:3",
+    ]
+
+
+def test_a_set_keeps_its_copies_and_refuses_two_answers_to_a_problem(tmp_path):
+    copies = [{"problem": "p", "answer": "1"}, {"problem": "q", "answer": "2"}]
+    source = write(tmp_path / "a.jsonl", *copies, copies[0])
+    assert [x.problem for x in problems.load_set(source, "test")] == ["p", "q", "p"]
+    write(tmp_path / "a.jsonl", *copies, {"problem": "p", "answer": "3"})
+    words = f"{source}:3 ", "'3'", "'1'"
+    one_line(lambda: problems.load_set(source, "test"), *words)
 
 
 ROW = '{"problem": "p", "answer": "1"}\n'
@@ -82,6 +116,8 @@ BROKEN = {  # a file, and words of the line that refuses it
     "no JSON": (ROW + '\n{"problem": oh}\n{', "x.jsonl:3: ", "column 13"),
     "a field of another name": ('{"problem": "p", "a": "1"}\n', "x.jsonl:1: ", "problem, a;"),
     "an empty field": (ROW + '{"problem": " ", "answer": "1"}\n', "x.jsonl:2: `problem`"),
+    "an answer that nobody sees": (ROW + '{"problem": "q", "answer": "\\u200b"}\n', "x.jsonl:2: "),
+    "a number that is none": (ROW + '{"problem": "q", "answer": NaN}\n', "x.jsonl:2: ", "nan"),
     "not UTF-8": (b"\xff\xfe\x00", "x.jsonl: ", "UTF-8"),
     "a worked solution": ('{"problem": "p", "answer": "x #### 1"}\n', "1: ", "--answer-after"),
 }
@@ -108,6 +144,7 @@ def test_a_source_that_is_not_there_or_not_readable_is_refused(name, tmp_path, m
 ON_THE_HUB = {  # the answer of each set, as it is stored and as it is read
     "aime24": ("025", "025"),
     "aime25": (25, "25"),
+    "aime26": (70, "70"),
     "hmmt25": ("\\pi", "\\pi"),
     "math500": ("1", "1"),
     "amc23": (27.0, "27"),

@@ -19,6 +19,7 @@ from tokenizers import AddedToken
 from transformers import Gemma3Config, GenerationConfig
 
 import rollout
+from lib.problems import Problem
 from lib.verify import Verdict
 from rollout import Sampling
 
@@ -212,7 +213,7 @@ def test_stop_ids_are_the_tokenizers_and_all_of_the_models_and_none_is_refused()
 
 
 def judged(tokenizer, prompt, completion, verifier=None):
-    x = SimpleNamespace(id="p7", problem="p", answer="5")
+    x = Problem("p7", "p", "5")
     job, verifier = rollout.Job(0, prompt, 0, 0, x, completion), verifier or small_run.Exact()
     (((_, roll),),) = rollout.rollouts(tokenizer, [265], verifier, [[job]])
     return roll
