@@ -153,6 +153,12 @@ def _ending_with_the_others(world: World, collective: Callable, *args: Any, **gi
         raise SystemExit(1) from None
 
 
+def refuse_other_files(digest: str, world: World) -> None:
+    """ValueError unless this digest of a model's files is the same on all ranks."""
+    if len({*all_gather(digest, world)}) > 1:
+        raise ValueError("the processes read different files of the model; copy them anew")
+
+
 def gathered(rows: list[dict], world: World) -> list[dict]:
     """All ranks' rows of a log, on every rank, in the order of their "index"."""
     return sorted(

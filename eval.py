@@ -230,7 +230,8 @@ def filled(cfg: EvalConfig, policies: list[Policy]) -> EvalConfig:
     trained = []
     for run in dict.fromkeys(run_of(pathlib.Path(policy.path)) for policy in policies):
         if run and len(named) < len(cfg.data) and (run / "config.json").exists():
-            trained.append(files.read_json(run / "config.json")["settings"])
+            manifest = files.read_json(run / "config.json", {"settings": dict})
+            trained.append(manifest.get("settings", {}))
     reading = {}
     for name in ("verifier", "problem_field", "answer_field", "answer_after"):
         default = getattr(config.Common, name)
@@ -558,7 +559,8 @@ def evaluate(cfg: EvalConfig, world: World) -> None:
             policies = find_policies(cfg) if world.main else []
             cfg = filled(cfg, policies) if world.main else cfg
             policies, cfg = distributed.broadcast((policies, cfg), world)
-            weights = digests_of_weights(policies) if world.main else {}
+            weights = digests_of_weights(policies)
+            distributed.refuse_other_files(files.digest(weights), world)
             verifier = held.enter_context(verify.load_judge(cfg.verifier)(cfg.verify_timeout))
             sets = load_sets(cfg) if world.main else {}
             missing = prepare(policies, sets, weights, cfg, world, held) if world.main else None

@@ -1,4 +1,4 @@
-"""Skill-Conditioned Gated Self-Distillation (SGSD), in plain PyTorch.
+"""Skill-Conditioned Gated Self-Distillation (SGSD, arXiv 2605.28791), in plain PyTorch.
 
     loss(x) = sum_k alpha_k * rho_k * mean over unmasked t of
               [ log 2 - log(1 + exp(-Delta_kt^2 / (2 tau_g))) ]                     Eq. 16
@@ -48,7 +48,7 @@ Fixed choices, not settings, and the function that makes each. What the model re
     draws       temperature, then top-k, then top-p: rollout.select_tokens. A token's draw depends
                 on seed, step, problem, its epoch, and position alone: rollout.sample_key
     the end     any stop id, of the tokenizer or the model (Qwen3 has two): rollout.stop_ids
-    verdict     the last box after the last </think>: lib.verify.extract_answer. Twelve spellings
+    verdict     the last box after the last </think>: lib.verify.extract_answer. Some spellings
                 that math-verify misreads are rewritten, then it compares with the reference (D5):
                 lib.verify.math_verdict. A solution without a box is wrong, and so is one whose
                 check takes longer than 5 seconds

@@ -28,7 +28,6 @@ from extras.compare import Evaluated
 from lib import command, config, files, runlog
 
 SHOWN = 8  # audited rollouts of each step on the page, at most
-WINDOW_PROBLEMS = 100  # problems in the steps that we take together as a run's first, or its last
 
 OF_TEACHER = ("rho", "a", "a_plain", "alpha", "losses")  # numbers of a row, one for each teacher
 
@@ -210,44 +209,6 @@ def gate_view(row: dict, tokens: dict, rows: Ledger, generations: int) -> dict:
     return view
 
 
-# -------------------------------------------------------------------------- a run in a few rows
-
-
-def summary(settings: dict[str, Any], metrics: list[dict]) -> list[list[str]]:
-    """A run in numbers: rows with a label, a cell for its first steps and one for its last.
-
-    The first row is the heading. A step has few problems, so a cell covers as many steps as have
-    100, at most half of all.
-    """
-    heading = ["/".join(pathlib.Path(settings["data"]).parts[-2:])]
-    size = min(math.ceil(WINDOW_PROBLEMS / settings["batch_size"]), len(metrics) // 2) or 1
-    cells: dict[str, list[str]] = {}  # by label
-    for part in [metrics[:size], metrics[-size:]][: len(metrics)]:  # one part if there is one step
-        heading.append(f"steps {part[0]['step']} to {part[-1]['step']}")
-        for label, cell in numbers_of(part).items():
-            cells.setdefault(label, []).append(cell)
-    return [heading, *([label, *row] for label, row in cells.items())]
-
-
-def numbers_of(steps: list[dict]) -> dict[str, str]:
-    """The table's cells for some steps, by label. steps: their rows of metrics.jsonl."""
-
-    def mean(name: str) -> float:
-        return sum(row.get(name, 0) for row in steps) / len(steps)
-
-    cells = {"correct solutions": f"{mean('success'):.0%}"}
-    if "mixed" in steps[0]:  # by its advantages such a method learns, and not from teachers
-        cells["groups with right and wrong ones"] = f"{mean('mixed'):.0%}"
-    else:
-        share_of = {fate: mean(f"rho_{fate}") for fate in runlog.FATE.values()}
-        teachers = sum(share_of.values())
-        for fate, share in share_of.items():
-            cells[f"teachers {fate}"] = f"{share / teachers:.0%}" if teachers else "-"
-    cells["solutions cut at the limit"] = f"{mean('truncated'):.0%}"
-    cells["tokens of a solution"] = f"{mean('completion_tokens'):.0f}"
-    return cells
-
-
 # -------------------------------------------------------------------------------------- the page
 
 
@@ -326,7 +287,6 @@ def collect(run: pathlib.Path) -> dict:
     return {
         "name": str(run),
         "program": manifest["program"],
-        "summary": summary(settings, metrics),
         "settings": settings,
         "metrics": columns,
         "evals": points_of(run),

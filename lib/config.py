@@ -62,9 +62,8 @@ def setting(default: Any, help: str, group: str = "the method", **rule: Any) -> 
 class Common:
     """The settings that training and evaluation share."""
 
-    without: ClassVar[frozenset[str]] = (
-        frozenset()
-    )  # settings, or whole groups, that it ignores: no flags
+    # Settings, or whole groups of --help, that the method ignores: they get no flag.
+    without: ClassVar[frozenset[str]] = frozenset()
 
     device: str = setting(
         "auto",

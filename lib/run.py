@@ -110,6 +110,8 @@ class Run:
                 verifier = verify.load_judge(cfg.verifier)(cfg.verify_timeout)
                 at_exit.enter_context(verifier)
                 run = cls(cfg=cfg, world=world, verifier=verifier, signals=signals, **state)
+                if world.size > 1:  # each machine may have its own copy of the model
+                    distributed.refuse_other_files(files.tree_digest(cfg.model), world)
                 if run.checkpoint:
                     with reading(run.checkpoint):
                         files.refuse_damaged(run.checkpoint, run.digests)
@@ -257,8 +259,8 @@ def exit_code(run: Run) -> int:
     if run.skipped >= BAD_STEPS:
         raise command.UserError(
             f"the gradient of the last {run.skipped} steps was not finite: no weight has moved; "
-            "the same command makes the steps that are left, if any; or lower --learning-rate in "
-            "a new --out"
+            "the same command tries the next step, if any is left; or lower --learning-rate in a "
+            "new --out"
         )
     return 0 if is_complete(run) else 130
 

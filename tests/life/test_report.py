@@ -1,4 +1,4 @@
-"""The report against the logs, by other arithmetic; its table; evaluations."""
+"""The report against the logs, by other arithmetic; evaluations."""
 
 import json
 import math
@@ -135,19 +135,6 @@ def test_the_solutions_of_a_group_are_numbered(tmp_path):
             run / f"{name}.jsonl", [row | {"index": 6} for row in rows(run / f"{name}.jsonl")]
         )
     assert report.collect(run)["rollouts"][0]["solution"] == "3 of 4"
-
-
-def test_a_table_has_a_runs_first_and_last_steps(tmp_path):
-    """Windows of 100 problems: two steps of 50. Of 200 teachers in the last ones."""
-    run = write_run(tmp_path / "run", "Qwen/Qwen3-1.7B", range(1, 7))
-    metrics = rows(run / "metrics.jsonl")
-    for line, success in zip(metrics, [0.3, 0.5, 0.6, 0.8, 0.9, 1.0]):
-        line |= {"success": success, "rho_distilled": 30, "rho_reversed": 10}
-        line |= {"rho_ignored": 160 if line["step"] > 2 else 60}
-    write_rows(run / "metrics.jsonl", metrics)
-    table = {row[0]: row[1:] for row in report.collect(run)["summary"]}
-    wanted = {"correct solutions": ["40%", "95%"], "teachers reversed": ["10%", "5%"]}
-    assert wanted.items() <= table.items()
 
 
 def test_a_run_that_is_still_going_is_shown_and_no_run_refused(tmp_path, monkeypatch):

@@ -61,6 +61,9 @@ def gathers_by_rank(world):
     assert distributed.all_gather(None, world) == [None, None]
     assert distributed.broadcast({"of": world.rank}, world) == {"of": 0}
     distributed.barrier(world)
+    distributed.refuse_other_files("equal", world)
+    with pytest.raises(ValueError, match="model"):
+        distributed.refuse_other_files(f"of rank {world.rank}", world)
 
 
 def shares_jobs(world, count):
