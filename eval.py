@@ -10,8 +10,9 @@ Base+Skill, with the bank's nearest entries in each prompt. The last samples on 
 such as vLLM's (docs/engines.md), which loads and unloads the checkpoints. We print a line for each
 model and set, and at the end the command that compares them (extras/compare.py).
 
-What the command does not say of verifier and fields, we take over from the run; sets that have a
-name are mathematics.
+If the command names no verifier or fields, we take over the run's; sets that have a name here are
+mathematics. We take over nothing else: sets, thinking and sampling are those of the command, which
+a run prints at its end for its own.
 
 The folder of a checkpoint is RUN/eval/step_000200. That of any other model is eval/NAME, in the
 first run among the PATHs or else in the working directory; with --skills the name ends with
@@ -146,7 +147,8 @@ def checkpoints_of(path: str) -> list[pathlib.Path]:
     place = place.resolve()
     steps = [*files.by_step(place / "checkpoints").values()]
     has_model = any((place / f"{kind}.json").exists() for kind in ("config", "adapter_config"))
-    if not steps and ((place / "problems.json").exists() or not has_model):
+    is_run = (place / "problems.json").exists()  # its config.json is no model's
+    if not steps and (is_run or not has_model):
         raise ValueError(
             f"{path}: no model, adapter or checkpoint is there; give a model, an adapter or a "
             "run; a bank goes with --skills, problems with --data"
@@ -227,19 +229,21 @@ def filled(cfg: EvalConfig, policies: list[Policy]) -> EvalConfig:
     need two verifiers.
     """
     named = [source for source in cfg.data if source in problems.SETS]
-    trained = []
+    has_files = len(named) < len(cfg.data)  # named sets alone need nothing of a run
+    trained = []  # the runs' settings
     for run in dict.fromkeys(run_of(pathlib.Path(policy.path)) for policy in policies):
-        if run and len(named) < len(cfg.data) and (run / "config.json").exists():
+        if run and has_files and (run / "config.json").exists():
             manifest = files.read_json(run / "config.json", {"settings": dict})
             trained.append(manifest.get("settings", {}))
     reading = {}
     for name in ("verifier", "problem_field", "answer_field", "answer_after"):
         default = getattr(config.Common, name)
-        values = {settings.get(name, default) for settings in trained} or {default}
-        if name == "answer_after" and cfg.answer_field:
-            values = {default}
         if getattr(cfg, name):
             values = {getattr(cfg, name)}
+        elif not trained or (name == "answer_after" and cfg.answer_field):
+            values = {default}
+        else:
+            values = {settings.get(name, default) for settings in trained}
         if len(values) > 1:
             rule = f"the runs trained with {', '.join(sorted(values))}; name one"
             raise ValueError(f"{config.flag(name)}: {rule}")
@@ -278,14 +282,15 @@ def load_sets(cfg: EvalConfig) -> Sets:
 def prepare(
     policies: list[Policy],
     sets: Sets,
-    weights: dict[str, str],
+    digests: dict[str, str],
     cfg: EvalConfig,
     world: World,
     held: contextlib.ExitStack,
 ) -> list[list[Sample]]:
-    """List each policy's settings and samples; returns the samples that it lacks.
+    """Fill in each policy's settings, samples and results, and lock its folder.
 
-    We look at all models here, but load no numbers. weights: digests of the models' files, by path.
+    Returns the samples that each policy lacks. We look at all models here, but load no numbers.
+    digests: of the models' files, by path.
     held: the exit stack that unlocks the folders at the end. ValueError for bad input.
     """
     bases = sorted({served.whole_name(policy.base) for policy in policies})
@@ -299,8 +304,8 @@ def prepare(
         lm, tokenizer = look(policy.base)
         policy.settings = {
             **shared,
-            "the policy's files": weights[policy.path],
-            "the base's files": weights[policy.base],
+            "the policy's files": digests[policy.path],
+            "the base's files": digests[policy.base],
         }
         policy.samples = samples_of(policy.settings, sets, prompts, tokenizer, cfg)
         longest = max((sample.job for sample in policy.samples), key=lambda job: len(job.prompt))
@@ -322,7 +327,7 @@ def look_at(base: str, cfg: EvalConfig) -> tuple[Any, Any]:
 
 
 def print_trained(policies: list[Policy], sets: Sets) -> None:
-    """Print of each run how many of the problems it was trained on."""
+    """Print how many of the problems a run was trained on, if it was on any."""
     asked = set()
     for x in itertools.chain.from_iterable(sets.values()):
         asked.add(problems.fingerprint(x.problem))
@@ -362,8 +367,7 @@ def sample_settings(cfg: EvalConfig, world: World) -> dict[str, Any]:
     for name, value in asdict(cfg).items():
         if not rules[name].free:
             settings[name] = value
-    settings["verifier"] = cfg.verifier or MATHEMATICS
-    if settings["verifier"] != MATHEMATICS:  # a class of the user's own
+    if cfg.verifier != MATHEMATICS:  # a class of the user's own
         settings["verifier"] += f" ({files.file_digest(verify.file_of(cfg.verifier))})"
     return settings | {
         "skills": cfg.skills
@@ -438,7 +442,7 @@ def draw(
         for judged in distributed.share_jobs(world, jobs, work, str(policy.folder)):
             rows = []
             for job, roll in judged:
-                drawn = {
+                outcome = {
                     "gold": roll.gold,
                     "pred": roll.pred,
                     "r": roll.r,
@@ -447,7 +451,7 @@ def draw(
                     "text": roll.text,
                     "engine": engine,
                 }
-                rows.append(row_of[job.index] | drawn)
+                rows.append(row_of[job.index] | outcome)
             if world.main and rows:
                 files.append_jsonl(policy.folder / "samples.jsonl", rows)
 
@@ -559,16 +563,16 @@ def evaluate(cfg: EvalConfig, world: World) -> None:
             policies = find_policies(cfg) if world.main else []
             cfg = filled(cfg, policies) if world.main else cfg
             policies, cfg = distributed.broadcast((policies, cfg), world)
-            weights = digests_of_weights(policies)
-            distributed.refuse_other_files(files.digest(weights), world)
+            digests = digests_of_weights(policies)
+            distributed.refuse_other_files(files.digest(digests), world)
             verifier = held.enter_context(verify.load_judge(cfg.verifier)(cfg.verify_timeout))
             sets = load_sets(cfg) if world.main else {}
-            missing = prepare(policies, sets, weights, cfg, world, held) if world.main else None
+            missing = prepare(policies, sets, digests, cfg, world, held) if world.main else None
             missing = distributed.broadcast(missing, world)
         held.enter_context(command.one_line_errors(cfg.program, *command.LATER))
-        for policy, samples in zip(policies, missing):
-            if samples:
-                draw(policy, samples, verifier, cfg, world)
+        for policy, lacking in zip(policies, missing):
+            if lacking:
+                draw(policy, lacking, verifier, cfg, world)
             if world.main:
                 write_results(policy, sets, verifier, cfg)
         late = sum(distributed.all_gather(verifier.timeouts, world))

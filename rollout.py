@@ -247,7 +247,7 @@ def stream(
         job.begin(sampling, context_limit(model))
     waiting = collections.deque(job for job in jobs if not job.done)
     running: list[Job] = []
-    cache: Any = None  # of the running rows
+    cache: Any = None  # of the running rows: all their tokens but the last, hence the - 1 below
     model.eval()
     try:
         token_bytes, row_bytes = cache_bytes(causal)

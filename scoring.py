@@ -102,6 +102,7 @@ def predictors(
     rows = [torch.tensor([*p, *c]) for p, c in zip(prompt_ids, completion_ids)]
     ids_BL = pad_sequence(rows, batch_first=True).to(causal.device)
     if has_plain_head(model):
+        # The model below its head, adapters included.
         out_BLx = causal.base_model(input_ids=ids_BL, use_cache=False).last_hidden_state
     else:
         out_BLx = causal(input_ids=ids_BL, use_cache=False).logits
@@ -127,14 +128,14 @@ def over_slices(
     The backward pass recomputes a slice's logits, so that [N, V] logits never exist as a whole.
     """
     head_VD = causal_lm(model).get_output_embeddings().weight
-    sliced = has_plain_head(model)
+    needs_head = has_plain_head(model)  # else `states` are logits already
     weight_VD = head_VD.float()
 
     def one_slice(ids_n: Tensor, *states_nD: Tensor) -> Tensor:
         logits = []
         with tf32_products() if head_VD.dtype == torch.bfloat16 else contextlib.nullcontext():
             for x_nD in states_nD:
-                logits_nV = x_nD.float() @ weight_VD.T if sliced else x_nD.float()
+                logits_nV = x_nD.float() @ weight_VD.T if needs_head else x_nD.float()
                 # A division by 1 would be one more pass over all logits.
                 logits.append(logits_nV if temperature == 1 else logits_nV / temperature)
         return f(ids_n, *logits)

@@ -27,7 +27,8 @@ The defaults that decide the method:
                 steps 200, batch_size 32 problems with one solution each (S6), grad_clip 0.1
                 lora_rank 64, lora_alpha 128
     teachers    num_teachers 8 (K), eps_a 0.05 and c_delta 3 nats, tau_g 1 nats^2
-                teacher_prefix bare: the prompt ends where the answer begins, without a think block
+                teacher_prefix bare: the prompt ends where the answer begins, without a think block;
+                a model that samples from a bare prompt may think, while a teacher only scores
     student     student_prefix closed: an empty think block, so no thinking (S3)
                 temperature 1.1, top_p 0.95, top_k 20, max_new_tokens 1024
     bank        a problem gets the K nearest skills and the K nearest mistakes, static or evolved
@@ -164,7 +165,8 @@ def masked_mean(x_KT: Tensor, mask_T: Tensor) -> Tensor:
 def robust_support(delta_KT: Tensor, mask_T: Tensor, c_delta: float) -> Tensor:
     """ã_k: mean over unmasked tokens of the gap clipped to ±c_delta (Eqs. 11-12, §2.4). [K], nats.
 
-    No gradient. It is 0 where all is masked (S1).
+    Here `a_K` is this support, and the paper's a_k is `plain_support`. No gradient. It is 0 where
+    all is masked (S1).
     """
     delta_KT = zero_masked(delta_KT.detach(), mask_T)
     return masked_mean(delta_KT.clamp(-c_delta, c_delta), mask_T)
@@ -249,10 +251,7 @@ def numbers_of(
 
 
 def plain_support(delta_KT: Tensor) -> Tensor:
-    """a_k: mean gap over all T tokens (Eq. 8, §2.3). [K].
-
-    Elsewhere `a_K` is the robust support ã, which decides the polarity.
-    """
+    """a_k: mean gap over all T tokens (Eq. 8, §2.3). [K]. No polarity depends on it."""
     return delta_KT.detach().mean(1)
 
 
@@ -277,6 +276,17 @@ def token_credit(
 
 
 # ----------------------------------------------------------------- a step (Algorithm 1, lines 2-16)
+# Algorithm 1 by its lines; 1, 3 and 8 are its loops over updates, problems and teachers:
+#    2  sample a minibatch                    step_jobs
+#    4  retrieve K ranked pairs               SkillBank.retrieve
+#    5  weigh the teachers                    pair_weights
+#    6  form the teachers' prompts            teacher_prompts
+#    7  sample a solution and judge it        solve
+#    9  score it by every teacher             scoring.score_teachers
+#   10  gaps and robust supports, 11 polarities, 12 gated losses, 14 their sum: loss_of
+#   16  update the policy                     optimizer_step
+#   17  update the bank                       evolve_bank
+# We sample (7) before we retrieve (4), so that a teacher's prompt could hold what was sampled.
 
 
 class RolloutLoss(NamedTuple):
@@ -377,6 +387,7 @@ def solve(run: Run, jobs: list[Job]) -> list[Rollout]:
     """
     cfg = run.cfg
     sampling = Sampling(cfg.temperature, cfg.top_p, cfg.top_k, cfg.max_new_tokens)
+    # A turn is a list of jobs that are done. The loop below draws them, and judges each turn.
     turns = run.stream(jobs, sampling, cfg.rollout_rows or max(1, len(jobs)))
     roll_of: dict[int, Rollout] = {}
     for judged in rollout.rollouts(run.tokenizer, run.stops, run.verifier, turns):
@@ -398,14 +409,22 @@ def rollout_loss(run: Run, roll: Rollout, pairs_K: Sequence[SkillPair]) -> Rollo
     ids_T = roll.completion_ids
     mask_T = token_mask(torch.tensor(ids_T, device=run.device), run.masked_ids)
     pairs_K, contexts_K = teacher_prompts(run, pairs_K, roll.problem, roll)  # line 6
-    alpha_K = pair_weights(run, pairs_K)  # line 5
+    alpha_K = pair_weights(run, pairs_K)  # line 5, over the teachers that fit (S35)
     # Line 9. The teachers are the present policy with its adapters, without a gradient.
     logpT_KT = scoring.score_teachers(run.lm, contexts_K, ids_T, cfg.score_tokens)  # Eq. 4
-    run.clock.lap("score")
+    run.clock.lap("score")  # retrieval and teachers; the student's pass counts as "bwd"
     # One pass of the student serves all K teachers: the same gradient as K passes, cheaper (D7).
     logpS_T = scoring.score_student(run.lm, roll.prompt_ids, ids_T)  # Eq. 5
     loss, numbers = loss_of(cfg, logpT_KT, logpS_T, mask_T, alpha_K, reward(roll))  # lines 10-14
-    return result_of(loss, numbers)._replace(pairs_K=pairs_K)
+    return result_of(constant_if_ignored(loss, numbers["rho"]), numbers, pairs_K)
+
+
+def constant_if_ignored(loss: Tensor, rho_K: Tensor) -> Tensor:
+    """The loss, without its graph if all teachers are ignored: it needs no backward pass then.
+
+    A NaN keeps its graph: its gradient is NaN, too, so that the step is skipped.
+    """
+    return loss if rho_K.any() or not loss.isfinite() else loss.detach()
 
 
 def train_step(run: Run, step: int) -> tuple[list[dict], float]:
@@ -424,7 +443,7 @@ def train_step(run: Run, step: int) -> tuple[list[dict], float]:
     for job, roll in zip(jobs, solve(run, jobs)):  # line 7
         pairs_K = run.bank.retrieve(roll.problem, cfg.num_teachers, run.embed)  # line 4, Eq. 2
         result = rollout_loss(run, roll, pairs_K)  # lines 5-6 and 8-14
-        if result.loss.requires_grad:  # else its gradient is 0
+        if result.loss.requires_grad:  # else all teachers are ignored: the gradient is 0
             # We divide by the *global* batch, because ranks sum their gradients.
             (result.loss / cfg.batch_size).backward()
         rows.append(log_row(run, step, job.index, roll, result))
@@ -454,18 +473,16 @@ def optimizer_step(run: Run, step: int) -> float:
 # What follows is for the logs.
 
 
-def result_of(loss: Tensor, numbers: dict[str, Tensor]) -> RolloutLoss:
-    """A loss and its numbers, sorted by the log that they go to.
-
-    If all teachers are ignored, the gradient is 0: without its graph the loss gets no backward
-    pass. A NaN keeps its graph: its gradient is NaN, too, so that the step is skipped.
-    """
-    if not numbers["rho"].any() and loss.isfinite():
-        loss = loss.detach()
-    of_tokens: dict[str, Tensor] = {
-        name: numbers.pop(name) for name in ("mask", "delta", "credit") if name in numbers
-    }
-    return RolloutLoss(loss, numbers, of_tokens)
+def result_of(
+    loss: Tensor, numbers: dict[str, Tensor], pairs_K: Sequence[SkillPair] | None = None
+) -> RolloutLoss:
+    """A loss and its numbers, sorted by the log that they go to."""
+    of_rollout: dict[str, Tensor] = {}
+    of_tokens: dict[str, Tensor] = {}
+    for name, x in numbers.items():
+        log = of_tokens if name in ("mask", "delta", "credit") else of_rollout
+        log[name] = x
+    return RolloutLoss(loss, of_rollout, of_tokens, pairs_K)
 
 
 def log_row(run: Run, step: int, index: int, roll: Rollout, result: RolloutLoss) -> dict:
@@ -489,11 +506,12 @@ def log_row(run: Run, step: int, index: int, roll: Rollout, result: RolloutLoss)
 #     extract_mistakes.txt. An item is a JSON object with the three fields of its list; the first
 #     three of a reply count, even if the reply is cut.
 #   - Algorithm 3 merges each list. These are the static entries, which never change.
-# Algorithm 3, merging (skills.merge):
+# Algorithm 3, merging (skills.merge_by_layers, for one list):
 #   - The list is cut, in order, into groups of H. The writer gets each group of two or more with
 #     merge_*.txt. A reply takes its group's place if its JSON is complete, and it has at least one
 #     item and no more than the group; else the group stays.
 #   - So layer by layer, until a layer was one group, or P layers in a row did not shorten the list.
+#   - Both lists' prompts of a layer go out in one call.
 # Algorithm 4, the evolution, after every F-th step, the last among them (skills.evolve):
 #   - W holds all rollouts of the last F steps. If a share of gamma or more is right, the bank
 #     stays. Else items are extracted from each, as in Algorithm 2.
@@ -620,9 +638,10 @@ def train(run: Run, step_fn: Any = train_step) -> int:
         rows, norm = step_fn(run, step)  # lines 2-16
         rows = distributed.gathered(rows, run.world)
         run.step = step
+        run.skipped = 0 if math.isfinite(norm) else run.skipped + 1
         if cfg.evolves:
             run.bank.remember(rows)  # W of Algorithm 4
-        run.log(rows, norm)  # no step reads what it writes
+        run.log(rows, norm)  # on every rank; nothing reads what it writes
         if run.save_is_due():  # each --checkpoint-every steps, after the last, before an evolution
             run.save()
         if should_stop(run):  # after a signal on any rank, or the third bad step in a row

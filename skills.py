@@ -125,8 +125,14 @@ class SkillBank:
         os.replace(unfinished, path)
 
     def evolution_is_due(self, step: int, evolve_every: int) -> bool:
-        """Whether the bank evolves after this step; see the function of this name."""
-        return evolution_is_due(self.window, step, evolve_every)
+        """Whether the bank evolves after this step: F divides it, and W has rollouts (D9).
+
+        Each step's rollouts join W, and an evolution ends by emptying it, whether or not it has
+        changed the bank. So after a step that F divides, W is empty once its evolution is done. A
+        run that was killed before continues with W as its checkpoint has it, and the evolution is
+        still due. evolve_every: F; 0: never.
+        """
+        return bool(self.window) and evolve_every > 0 and step % evolve_every == 0
 
     def remember(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Add rows of rollouts.jsonl to the window, with the fields that `memory_of` reads."""
@@ -397,7 +403,8 @@ def ask(requests: Sequence[Request], complete: Complete) -> list[list[dict]]:
     We drop an item that lacks one of its three fields. If a reply breaks off, we keep its complete
     items. A reply can be used if it has an item. The reply to a merge must also be whole, and have
     no more items than the merge showed. Without items, a memory gives no candidates, and a merge
-    leaves its group as it is.
+    leaves its group as it is. The second reply differs from the first, because `complete` samples
+    the reply to a prompt that comes again (`lib.run.bank_writer`).
     """
     items_of_each: list[list[dict]] = [[] for _ in requests]
     for _ in (1, 2):
@@ -424,8 +431,8 @@ def merge(
     group of one stays as it is. Merging ends after a layer that was a single group, or after P
     layers in a row that made the list no shorter.
     items: the candidates C. group_size: H. patience: P. A group stays as it is unless its reply is
-    whole, has an item (S11), and has no more items than the group: a merge may join items, but
-    never lose or add any. A merged entry has the `sources` of its items.
+    whole, has an item (S11), and has no more items than the group. If it has fewer, we take it that
+    the writer joined some. A merged entry has the `sources` of its items.
     """
     merged, layers = merge_lists({key: items}, complete, group_size, patience)
     return merged[key], layers[key]
@@ -435,8 +442,9 @@ Merge = Generator[list[Request], list[list[dict]], tuple[list[dict], list[dict]]
 
 
 def merge_by_layers(items: list[dict], key: str, group_size: int, patience: int) -> Merge:
-    """Algorithm 3 on one list. It yields a layer's requests, and is sent the items of each reply.
+    """Algorithm 3 on one list, as a generator: `merge_lists` runs it.
 
+    At each layer it yields the requests, waits, and is sent the items of each request's reply.
     Returns what `merge` returns.
     """
     layers: list[dict] = []
@@ -448,15 +456,15 @@ def merge_by_layers(items: list[dict], key: str, group_size: int, patience: int)
         for group in groups:
             if len(group) > 1:  # line 4
                 requests.append(Request(render_merge(group, key), key, len(group)))
-        replies = yield requests  # line 5
+        items_of_each = yield requests  # line 5
         merged: list[dict] = []
         lost = 0
         for group in groups:
-            reply = replies.pop(0) if len(group) > 1 else group
-            if not reply:
+            of_group = items_of_each.pop(0) if len(group) > 1 else group
+            if not of_group:
                 lost += 1
                 merged += group  # line 6
-            for item in reply:
+            for item in of_group:
                 merged.append(_with_sources_in(group, item))  # line 8
         stagnant = 0 if len(merged) < len(items) else stagnant + 1  # line 9
         if len(groups) <= 1:  # line 11
@@ -484,6 +492,8 @@ def merge_lists(
     """`merge` of several lists side by side: a layer's requests go into one call of `complete`.
 
     lists: their items, by key. Each list ends by itself: one may need more layers than another.
+    `next` runs a list up to its first requests, `send` from their answers to the next requests, or
+    to its end.
     """
     merged: Lists = {}
     layers: Lists = {}
@@ -493,9 +503,9 @@ def merge_lists(
         merges[key] = merge_by_layers(items, key, group_size, patience)
         due[key] = next(merges[key])
     while due:
-        replies = iter(ask([*itertools.chain(*due.values())], complete))
+        items_of_each = iter(ask([*itertools.chain(*due.values())], complete))
         for key, requests in list(due.items()):
-            of_list = [*itertools.islice(replies, len(requests))]
+            of_list = [*itertools.islice(items_of_each, len(requests))]  # the next ones are its own
             try:
                 due[key] = merges[key].send(of_list)
             except StopIteration as done:  # its last layer
@@ -564,7 +574,7 @@ def memory_of(row: Mapping[str, Any], with_answer: bool = False) -> dict:
         "problem_id": row.get("problem_id", ""),
         "problem": row["problem"],
         "completion": text if len(text) <= 2000 else f"{text[:1000]}\n[...]\n{text[-1000:]}",
-        "reward": row["r"],
+        "reward": row["r"],  # the verdict, under the paper's name; not `sgsd.reward`
         "predicted_answer": row["pred"],
         "trajectory_summary": lines if len(lines) <= 8 else lines[:4] + lines[-4:],
         "feedback": feedback,
@@ -583,14 +593,14 @@ def extract(memories: list[dict], complete: Complete) -> tuple[Lists, int]:
     for memory in ordered:
         key = "general_skills" if memory["reward"] > 0 else "common_mistakes"
         requests.append(Request(render_extraction(memory, key), key))  # lines 9-14
-    replies = ask(requests, complete)
+    items_of_each = ask(requests, complete)
     candidates: Lists = {key: [] for key in KINDS}
-    for memory, request, items in zip(ordered, requests, replies):
+    for memory, request, items in zip(ordered, requests, items_of_each):
         for item in items[:3]:
             if memory.get("problem_id"):
                 item = {**item, "sources": [memory["problem_id"]]}
             candidates[request.key].append(item)
-    return candidates, replies.count([])
+    return candidates, items_of_each.count([])
 
 
 def cold_start(
@@ -622,17 +632,6 @@ def cold_start(
 # -------------------------------------------------------------------- Algorithm 4: online evolution
 
 
-def evolution_is_due(window: Sequence[Any], step: int, evolve_every: int) -> bool:
-    """Whether the bank evolves after this step: F divides it, and W has rollouts (Alg. 4, line 1).
-
-    Each step's rollouts join W, and an evolution ends by emptying it, whether or not it has changed
-    the bank. So after a step that F divides, W is empty once its evolution is done. A run that was
-    killed before continues with W as its checkpoint has it, and the evolution is still due (D9).
-    evolve_every: F; 0: never.
-    """
-    return bool(window) and evolve_every > 0 and step % evolve_every == 0
-
-
 def evolve(
     bank: SkillBank,
     window: Sequence[Mapping[str, Any]],
@@ -655,7 +654,7 @@ def evolve(
     evolve_every: F; 0 disables. success_gate: γ. max_new_items: N, for both lists together (S12).
     dynamic_capacity: C, per list. memory_answer: show the reference answers to the writer (D3).
     """
-    if not evolution_is_due(window, step, evolve_every):  # line 1
+    if not window or not evolve_every or step % evolve_every:  # line 1
         return bank
     success = sum(row["r"] > 0 for row in window) / len(window)  # line 4
     if success >= success_gate:  # line 5
@@ -673,7 +672,7 @@ def evolve(
     merged, layers = merge_lists(joined, complete, group_size, patience)  # line 12
     grown = dict(dynamic)
     for key in merged:
-        originals = _without_copies(merged[key], static[key], key)
+        originals = _without_copies(merged[key], static[key], key)  # a merge may make a copy again
         grown[key] = _under_dynamic_ids(originals, dynamic[key], key, step)
     after = limit_growth(dynamic, grown, max_new_items, dynamic_capacity)  # line 13
     update = {"step": step, "success": success}
@@ -685,15 +684,15 @@ def evolve(
 
 
 def _counts_of_update(
-    candidates: Lists, merged: Lists, before: Lists, after: Lists
+    candidates: Lists, new: Lists, dynamic: Lists, after: Lists
 ) -> dict[str, int]:
-    """What an evolution did to both lists, for `metadata`; before and after: dynamic entries."""
+    """What an evolution did to both lists, for `metadata`. The arguments are those of `evolve`."""
     counts = {}
     for key in KINDS:
         counts[f"candidate_{key}"] = len(candidates[key])
-        counts[f"merged_{key}"] = len(merged[key])
+        counts[f"merged_{key}"] = len(new[key])
         counts[f"dynamic_{key}"] = len(after[key])
-        counts[f"net_new_{key}"] = len(after[key]) - len(before[key])
+        counts[f"net_new_{key}"] = len(after[key]) - len(dynamic[key])
     return counts
 
 
@@ -717,7 +716,7 @@ def _under_dynamic_ids(entries: list[dict], dynamic: list[dict], key: str, step:
     number = 0
     for entry in entries:
         id_ = old_ids.get(_texts(entry, key))
-        while id_ is None:  # the next number that no entry has
+        while id_ is None:  # the next number that is free: a --bank may have entries of this step
             number += 1
             new_id = f"{DYNAMIC}{kind.prefix}{step:03d}_{number:03d}"
             if new_id not in old_ids.values():

@@ -492,6 +492,7 @@ class Loop(TrainerCallback):
         rows = distributed.gathered(self.trainer.rows, run.world)
         run.clock.lap("opt")
         run.step = state.global_step + 1
+        run.skipped = 0 if math.isfinite(self.trainer.norm) else run.skipped + 1
         if run.cfg.evolves:
             run.bank.remember(rows)  # W of Algorithm 4
         run.log(rows, self.trainer.norm)

@@ -30,7 +30,7 @@ class Rule:
     choices: tuple[str, ...] = ()
     least: float | None = None  # None: a number must be > 0
     most: float = math.inf
-    free: bool = False  # may change between two commands of a run, as no number depends on it
+    free: bool = False  # may change when a run continues; in eval.py: is in no sample's digest
     brings: Mapping[str, Any] = field(default_factory=dict)  # other defaults, where it is given
     metavar: str = ""  # what --help calls a value; "": by the type
     value_type: Any = None  # the field's: bool, int, float, str or tuple
@@ -51,8 +51,9 @@ class Rule:
 def setting(default: Any, help: str, group: str = "the method", **rule: Any) -> Any:
     """A setting: its default, and its `Rule`. A subclass may write just another default.
 
-    free: may change between two commands of a run, because no number depends on it, except through
-    what we compare anyway, such as the problems. brings: a flag and a preset override these
+    free: may change when a run continues, which is then recorded: no number depends on it but the
+    rate on --steps, and what we compare anyway, such as the problems. In eval.py: samples do not
+    depend on it, or their digests have its content. brings: a flag and a preset override these
     defaults; of two settings that bring the same one, the setting that is declared later wins.
     """
     return field(default=default, metadata={"rule": Rule(help, group, **rule)})

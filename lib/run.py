@@ -59,14 +59,16 @@ class Run:
     step: int = 0
     checkpoint: pathlib.Path | None = None  # the last one's folder, when the command began
     digests: dict[str, str] = field(default_factory=dict)  # of that checkpoint's files
-    bank: Any = None  # in use after that step, with its window; None: not made yet, or not used
+    # In use after that step; None: not made yet, or not used. We call its save, remember,
+    # evolution_is_due and retrieve, and read counts and window.
+    bank: Any = None
     skipped: int = 0  # steps in a row, up to that one, whose gradient was not finite
     memories: dict[str, dict] = field(default_factory=dict)  # from a killed cold start, by problem
     # What each rank loads.
     verifier: verify.Judge
     lm: Any = None  # the policy: a causal language model with adapters
     tokenizer: Any = None
-    stream: Any = None  # a `Stream`: decodes completions of the policy, by `generate`
+    stream: Any = None  # a `Stream`: `rollout.stream` of this policy
     server: served.Server | None = None  # samples the first bank in the place of `generate`
     embed: Callable[[Sequence[str]], Any] | None = None  # texts -> [n, d]
     optimizer: Any = None  # AdamW; None without adapters
@@ -103,7 +105,7 @@ class Run:
                 world = distributed.init(cfg.device)
                 state: dict[str, Any] = {}
                 if world.main:
-                    stored_manifest(cfg)  # refuses a folder that is no run
+                    stored_manifest(cfg)  # refuses a folder that is no run, before we lock it
                     at_exit.enter_context(files.locked(pathlib.Path(cfg.out)))
                     state = read_state(cfg, world, load_bank)
                 state = distributed.broadcast(state, world)
@@ -169,7 +171,7 @@ class Run:
     # ------------------------------------------------------------------------------ the run's files
 
     def log(self, rows: list[dict], norm: float) -> None:
-        """Append the last step's rows to the logs, and print its line.
+        """Append the last step's rows to the logs, and print its line. Every rank must call this.
 
         rows: the step's rows of rollouts.jsonl from all ranks.
         """
@@ -177,7 +179,6 @@ class Run:
         rate = self.optimizer.param_groups[0]["lr"]
         peak = runlog.memory_gb(self.device)
         metrics = runlog.summarize(self.step, rows, norm, rate, self.clock.seconds, peak)
-        self.skipped = self.skipped + 1 if metrics["skipped"] else 0
         self.metrics.append(metrics | (self.bank.counts if self.bank else {}))
         for name, lines in zip(runlog.LOGS, (self.metrics[-1:], rows, audits)):
             self.log_rows(name, lines)
@@ -233,7 +234,7 @@ class Run:
 
 
 def evolution_is_due(run: Run) -> bool:
-    """Whether the bank must evolve now, after the last step; `skills.evolution_is_due` decides."""
+    """Whether the bank must evolve now, after the last step; see the bank's own method."""
     return run.bank is not None and run.bank.evolution_is_due(run.step, run.cfg.evolve_every)
 
 
@@ -281,11 +282,11 @@ def leave_out_long(
     held = f"the model's context of {context:.0f}"
     if reply > 1:
         held += f", less {reply} for a solution, which a smaller --max-new-tokens lowers"
-    wanted = context - run.cfg.max_new_tokens
+    wanted = context - run.cfg.max_new_tokens  # a longer prompt leaves less than that limit
     lengths = [len(student_prompt(run, x.problem)) for x in run.problems]
     kept = [x for x, tokens in zip(run.problems, lengths) if tokens <= room]
     long = len(run.problems) - len(kept)
-    short = sum(wanted < tokens <= room for tokens in lengths)
+    short = sum(wanted < tokens <= room for tokens in lengths)  # problems that it leaves less
     line = (
         f"{long} of {len(run.problems)} problems are left out, as their prompts have more than "
         f"{room:.0f} tokens (--max-prompt-tokens, or {held}); of the others, that context leaves "
@@ -351,15 +352,16 @@ def bank_writer(run: Run, step: int) -> Callable[[list[str]], list[str]]:
     """The present policy as the writer of the bank's entries: prompts -> replies, on every rank.
 
     It does not think. The reply to a new prompt is greedy. If a prompt comes again, its reply is
-    sampled, anew each time: after a reply that could not be used, and if a later layer of merging
-    shows the same group (D4). Make a new writer for each cold start and each evolution.
+    sampled, anew each time: when `skills.ask` asks once more after a reply that it could not use,
+    and if a later layer of merging shows the same group (D4). Make a new writer for each cold start
+    and each evolution.
     step: the training step that the replies belong to, in bank/replies.jsonl.
     """
     requests: Counter[str] = Counter()  # by prompt
 
     def complete(prompts: list[str]) -> list[str]:
         repeats = [requests[prompt] for prompt in prompts]
-        requests.update({*prompts})
+        requests.update({*prompts})  # twice in one call counts once
         replies = shared_replies(run, prompts, repeats)
         exchanges = zip(prompts, repeats, replies, strict=True)
         rows = [{"step": step, "repeat": n, "prompt": p, "reply": text} for p, n, text in exchanges]
@@ -553,12 +555,12 @@ def skipped_so_far(cfg: Config, step: int, stored: dict[str, Any]) -> int:
         made = row["step"]
         if made <= step:
             skipped = skipped + 1 if row.get("skipped") else 0
-    first = stored["settings"].get("checkpoint_every")
-    if type(first) is not int:
-        first = cfg.checkpoint_every
+    first_saved = stored["settings"].get("checkpoint_every")
+    if type(first_saved) is not int:
+        first_saved = cfg.checkpoint_every
     if cfg.evolves:
-        first = min(first, cfg.evolve_every)
-    if made > first and not step:
+        first_saved = min(first_saved, cfg.evolve_every)
+    if made > first_saved and not step:
         raise ValueError(
             f"--out {out}: it has made {made} steps, but checkpoints/ has none; bring them back, "
             "or give another directory"
@@ -721,10 +723,10 @@ def evaluation(cfg: Config) -> list[str]:
     shared = {}
     others = asdict(EvalConfig())
     for name, rule in cfg.rules().items():
-        if (hasattr(config.Common, name) or rule.group == "the sampling") and others.get(
-            name
-        ) != "":
-            shared[name] = getattr(cfg, name)  # eval.py reads from the run what is "" there
+        is_shared = hasattr(config.Common, name) or rule.group == "the sampling"
+        is_taken_over = others.get(name) == ""  # eval.py reads it from the run
+        if is_shared and not is_taken_over:
+            shared[name] = getattr(cfg, name)
     words = [cfg.model, cfg.out, *config.flags_that_differ(shared, others)]
     if cfg.student_prefix == "closed":
         words.append("--no-thinking")

@@ -145,12 +145,13 @@ def summarize(
     columns: dict[str, list[float]] = {"loss": []}
     columns |= {"success": [], "truncated": [], "no_answer": []}
     no_teachers = tokens = 0
-    own: dict[str, list[float]] = {}
+    own: dict[str, list[float]] = {}  # a method's own numbers; SGSD has none
     for row in rows:
         columns["loss"].append(row["loss"])
         columns["success"].append(row["r"] > 0)
         columns["truncated"].append(row["truncated"])
         columns["no_answer"].append(row["pred"] is None)
+        # A method without polarities has gaps where it has teachers.
         no_teachers += not row.get("rho") and not row.get("first_gap")
         tokens += len(row["completion_ids"])
         for name, x in row.items():

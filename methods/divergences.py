@@ -125,7 +125,8 @@ def weighted(
     """
     lbar_K = sgsd.masked_mean(sgsd.zero_masked(ell_KT, mask_T), mask_T)
     numbers = sgsd.numbers_of(gap_KT, mask_T, alpha_K, a_K, rho_K, lbar_K)
-    return sgsd.result_of(sgsd.sgsd_loss(lbar_K, alpha_K, rho_K), numbers)
+    loss = sgsd.sgsd_loss(lbar_K, alpha_K, rho_K)
+    return sgsd.result_of(sgsd.constant_if_ignored(loss, rho_K), numbers)
 
 
 def distilled(
