@@ -122,7 +122,8 @@ def test_a_source_that_is_not_there_or_not_readable_is_refused(name, tmp_path, m
     (tmp_path / "here").mkdir()
     (tmp_path / "here/train.jsonl").write_text(ROW + "{\n")
     (tmp_path / "x.csv").write_text("problem,answer\n")
-    one_line(lambda: problems.load_problems(name), f"{name}: not read")
+    cause = "No such file" if name == "no.jsonl" else "not read"
+    one_line(lambda: problems.load_problems(name), f"{name}: {cause}")
 
 
 ON_THE_HUB = {  # the answer of each set, as it is stored and as it is read
