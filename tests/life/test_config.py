@@ -121,11 +121,6 @@ def test_a_setting_of_ones_own_is_one_line(capsys):
     assert "at most 100% of the loss (default: 1)" in capsys.readouterr().out
 
 
-def test_a_misspelt_rule_of_a_setting_is_a_mistake_where_the_class_is_made():
-    with pytest.raises(TypeError, match="leest"):
-        setting(1, "", leest=0)
-
-
 def test_a_setting_may_bring_other_defaults_and_the_last_that_is_declared_wins():
     cfg = parse("--rare x --gentle --short --penalty .3", Own)
     assert (cfg.penalty, cfg.learning_rate, cfg.top_p) == (0.3, 1e-7, 0.8)

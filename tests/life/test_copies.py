@@ -131,7 +131,7 @@ def test_the_objective_needs_torch_alone():
 
 def test_the_metrics_need_numpy_alone():
     types = {"Any": Any, "Callable": Callable, "Hashable": Hashable, "Sequence": Sequence}
-    f = fence("eval", "avg_at_k", "_checked", np=np, math=math, Counter=Counter, **types)
+    f = fence("eval", "avg_at_k", "bootstrap_interval", np=np, math=math, Counter=Counter, **types)
     correct_PK = np.array([[1, 0], [1, 1]], dtype=bool)
     assert f.avg_at_k(correct_PK) == 0.75 and f.pass_at_k(correct_PK, 2) == 1.0
     right_PK = [[False, True, True]]

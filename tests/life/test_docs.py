@@ -187,8 +187,3 @@ def test_the_page_of_metrics_names_each_number_of_a_step(uninterrupted):
     words = re.findall(r"(?<= )([a-z]+\+?) [-+.]?\d", runlog.log_line(row, 6))
     stems = {re.sub(r"_(success|failure|truncated)$|^seconds(?=\.)", "", name) for name in named}
     assert columns - {"step"} <= stems and {*words} <= stems
-
-
-def test_github_renders_the_mathematics_of_the_pages():
-    """It refuses this macro."""
-    assert not any("\\operatorname" in page.read_text() for page in PAGES)

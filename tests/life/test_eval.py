@@ -207,9 +207,12 @@ def base(world_dir, tmp_path):
     return shutil.copytree(world_dir / "model", tmp_path / "model")
 
 
+FLAGS = "--samples 2 --limit 4 --max-new-tokens 8 --device cpu".split()
+
+
 def command(*paths, data, more=""):
-    flags = "--samples 2 --limit 4 --max-new-tokens 8 --device cpu --verifier small_run:Exact"
-    return [*map(str, paths), "--data", str(data), *flags.split(), *more.split()]
+    more = f"--data {data} --verifier small_run:Exact {more}"
+    return [*map(str, paths), *FLAGS, *more.split()]
 
 
 def call(*paths, data, more=""):
@@ -259,9 +262,6 @@ def write_run(run, base, **settings):
     make_adapter(run / "checkpoints/step_000001", base)
     files.write_json(run / "config.json", {"settings": settings})
     return run
-
-
-FLAGS = "--samples 2 --limit 4 --max-new-tokens 8 --device cpu".split()
 
 
 def test_a_runs_verifier_and_fields_are_taken_over(here, base, monkeypatch):

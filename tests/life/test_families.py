@@ -106,8 +106,6 @@ TEXT = {"vocab_size": 272, "hidden_size": 32, "intermediate_size": 48, "num_hidd
 TEXT |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "eos_token_id": 265}
 VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2}
 VISION |= {"out_hidden_size": 32, "num_position_embeddings": 16}
-GEMMA_VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
-GEMMA_VISION |= {"num_attention_heads": 2, "image_size": 16, "patch_size": 8}
 
 
 def save_with_vision(folder, kind, text, vision):
@@ -129,9 +127,3 @@ def test_a_vision_language_checkpoint_is_loaded_as_its_text_model(tmp_path):
     adapted = {name.split(".")[-4] for name in model.trained(model.with_adapters(lm, 4, 8))}
     assert adapted == {*FAMILIES["qwen3_5_text"].split()}
     one_line(lambda: model.load_outline(str(tmp_path)), f"model {tmp_path}", "text model")
-
-
-def test_a_checkpoint_whose_causal_class_has_a_vision_tower_is_one_line(tmp_path):
-    save_with_vision(tmp_path, "gemma3", TEXT, GEMMA_VISION)
-    words = [f"model {tmp_path}: ", "Gemma3ForConditionalGeneration", "text model"]
-    one_line(lambda: model.load_model(str(tmp_path), "cpu"), *words)

@@ -24,7 +24,7 @@ from small_run import small_flags, with_steps
 
 import distributed
 import sgsd
-from lib import command, files, model
+from lib import files, model
 
 
 def before_step(number, act, rank=0):
@@ -77,15 +77,6 @@ def two_signals(seconds):
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.raise_signal(number)
         time.sleep(seconds)
-
-
-def test_signals_are_caught_when_they_are_installed_and_not_when_they_are_made():
-    before = signal.getsignal(signal.SIGTERM)
-    signals = command.Signals()
-    assert signal.getsignal(signal.SIGTERM) == before
-    with small_run.signals_restored():
-        signals.install()
-        assert signal.getsignal(signal.SIGTERM) == signals.receive
 
 
 @pytest.mark.parametrize("seconds, last", [(0.0, 3), (1.1, 2)])
@@ -201,10 +192,7 @@ def interrupt():
     time.sleep(0.2)
 
 
-UNDER_TORCHRUN = {
-    "kill": before_step(3, kill, rank=1),
-    "interrupt": before_step(3, interrupt),
-}
+UNDER_TORCHRUN = {"kill": before_step(3, kill, rank=1), "interrupt": before_step(3, interrupt)}
 
 
 def torchrun(name, option, argv):

@@ -124,19 +124,6 @@ def test_text_is_text(tmp_path):
     assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)", template)
 
 
-def test_the_solutions_of_a_group_are_numbered(tmp_path):
-    run = write_run(tmp_path / "run")
-    assert report.collect(run)["rollouts"][0]["solution"] == ""  # SGSD has one of each problem
-    about = files.read_json(run / "config.json")
-    about["settings"]["generations"] = 4
-    files.write_json(run / "config.json", about)
-    for name in ("rollouts", "tokens"):
-        write_rows(
-            run / f"{name}.jsonl", [row | {"index": 6} for row in rows(run / f"{name}.jsonl")]
-        )
-    assert report.collect(run)["rollouts"][0]["solution"] == "3 of 4"
-
-
 def test_a_run_that_is_still_going_is_shown_and_no_run_refused(tmp_path, monkeypatch):
     """The page of two runs lies in neither."""
     run, alone = write_run(tmp_path / "a", steps=(1, 2)), write_run(tmp_path / "b", steps=())

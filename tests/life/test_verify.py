@@ -41,11 +41,6 @@ def mistakes(verifier, cases, wanted):
     return [case for case in cases if verifier.verify(*case) is not wanted]
 
 
-def words(text):
-    """What stands between three blanks or more, or on a line of its own."""
-    return re.split(r" {3,}|\n", text.strip())
-
-
 ANSWERS = {
     r"so $\boxed{5}$.": "5",
     "\\boxed {\n5\n}": "5",
@@ -127,11 +122,12 @@ HOSTILE = r"""
 ().__class__.__bases__[0]   eval(input())   \input{/etc/passwd}   1e999999999   nan   None   True
 \int_0^\infty e^{-x^2}dx   \sum_{i=1}^{10^9} i   \lim_{x\to0}\frac{\sin x}{x}
 """
+HOSTILE = re.split(r" {3,}|\n", HOSTILE.strip())
 LONG = ["{" * 5000, r"\frac{" * 300, "1" * 100_000, "x" * 100_000, "x," * 450, "\\" * 999]
 LONG += ["\x00", "7\x00", "\ud800", "7\u202e"]
 
 
-@pytest.mark.parametrize("pred", [*words(HOSTILE), *LONG])
+@pytest.mark.parametrize("pred", HOSTILE + LONG)
 def test_a_hostile_answer_is_wrong_and_runs_no_code(pred, impatient, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert impatient.outcome("7", rf"so \boxed{{{pred}}}") == -1

@@ -186,11 +186,8 @@ def test_its_settings_and_stop_ids_are_those_of_the_method(world_dir, tmp_path):
     """The model has several stop ids, as Qwen3 has; what is saved has all of them."""
     stops = [*range(60, 120), trl_worlds.END]
     lm = conftest.save_model(tmp_path / "lm", eos_token_id=stops[:-1], attention_dropout=0.1)
-    changes = {
-        "model": lm,
-        "data": world_dir / "data.jsonl",
-        "verifier": "small_run:UnevenVerifier",
-    }
+    changes = {"model": lm, "data": world_dir / "data.jsonl"}
+    changes |= {"verifier": "small_run:UnevenVerifier"}
     changes |= {"generations": 5, "batch_size": 2, "full": True, "keep_last": 2}
     trainer = record(tmp_path, **changes)
     args, cfg = trainer.args, parsed(flags(tmp_path, **changes))
@@ -219,18 +216,13 @@ def test_its_settings_and_stop_ids_are_those_of_the_method(world_dir, tmp_path):
 
 REFUSED = [  # settings, TRL's words, and words of the line
     ({"bank": "b.json"}, "", "--bank"),
-    ({"steps": 0}, "", "--steps this program makes none"),
     ({"max_prompt_tokens": 20}, "", "--max-prompt-tokens"),
-    ({"full": True, "dtype": "bfloat16"}, "", "--dtype float32"),
     ({}, "--learning_rate 1", "--learning_rate"),
-    ({"model": "qwen2_moe"}, "", "experts --full"),
 ]
 
 
 @pytest.mark.parametrize("changes, words, said", REFUSED)
 def test_what_it_would_leave_out_is_refused(world_dir, tmp_path, changes, words, said):
-    if "model" in changes:
-        changes = {"model": conftest.save_model(tmp_path / "lm", changes["model"])}
     argv = [*small_flags(world_dir, tmp_path, **changes), "--", *words.split()]
     driver.refused(grpo_on_trl.main, argv, *said.split())
     assert not (tmp_path / "run/config.json").exists()

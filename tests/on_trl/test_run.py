@@ -11,7 +11,6 @@ import pytest
 import small_run
 import torch
 import trl_worlds
-from accelerate.commands.config.config_args import load_config_from_file
 from conftest import ROOT
 from trl_worlds import small_flags, small_grpo_flags
 
@@ -205,9 +204,3 @@ def test_the_command_trains_all_weights_sharded_evolves_and_goes_on(tmp_path):
     trl_worlds.torchrun("test_run:sharded_run", run)
     assert driver.rows(run / "rollouts.jsonl") == rows
     assert (last / "model.safetensors").read_bytes() == weights
-
-
-def test_the_sharded_configuration_is_one_of_accelerate():
-    given = load_config_from_file(str(ROOT / "extras/fsdp2.yaml"))
-    assert given.distributed_type == "FSDP" and given.num_processes == 8
-    assert given.fsdp_config["fsdp_version"] == 2
