@@ -124,6 +124,15 @@ def test_text_is_text(tmp_path):
     assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)", template)
 
 
+def test_the_solutions_of_a_group_are_numbered(tmp_path):
+    run = write_run(tmp_path / "run")
+    (row,), (tokens,) = rows(run / "rollouts.jsonl"), rows(run / "tokens.jsonl")
+    by_id = report.ledger({0: skills.SkillBank.load(run / "bank/step_000000.json")}, [row])
+    for generations, shown in ((4, "3 of 4"), (1, "")):  # SGSD has one of each problem
+        view = report.gate_view(row | {"index": 6}, tokens, by_id, generations)
+        assert view["solution"] == shown
+
+
 def test_a_run_that_is_still_going_is_shown_and_no_run_refused(tmp_path, monkeypatch):
     """The page of two runs lies in neither."""
     run, alone = write_run(tmp_path / "a", steps=(1, 2)), write_run(tmp_path / "b", steps=())

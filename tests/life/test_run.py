@@ -24,6 +24,7 @@ import sgsd
 import skills
 from lib import files, model, problems, runlog
 from lib.run import evaluation
+from methods import ablations
 
 
 def test_what_a_run_leaves_on_disk(uninterrupted):
@@ -95,6 +96,12 @@ def test_an_evaluation_gets_the_flags_of_both_programs_where_its_defaults_differ
     cfg = parsed(argv, method)
     assert evaluation(cfg) == [cfg.model, cfg.out, *SHARED[line].split()]
     parsed(evaluation(cfg), "eval")
+
+
+@pytest.mark.parametrize("token_mask", [True, False])
+def test_a_run_without_the_token_mask_prints_none(token_mask, world_dir, tmp_path, capsys):
+    with opened(world_dir, tmp_path / "run", ablations.AblationConfig, token_mask=token_mask):
+        assert ("token mask:" in capsys.readouterr().out) == token_mask
 
 
 def test_the_think_block_of_a_role_is_that_of_its_flag(world_dir, tmp_path):
