@@ -225,8 +225,8 @@ def filled(cfg: EvalConfig, policies: list[Policy]) -> EvalConfig:
     """The settings, with verifier and fields where the command leaves them open.
 
     They are those of the policies' runs, or else training's default, which sets that have a name
-    here keep. A mark before the answer goes with its field. ValueError if runs differ, or if sets
-    need two verifiers.
+    here keep. A mark before the answer goes with the run's field: if the command names another, it
+    has none. ValueError if runs differ, or if sets need two verifiers.
     """
     named = [source for source in cfg.data if source in problems.SETS]
     has_files = len(named) < len(cfg.data)  # named sets alone need nothing of a run
@@ -236,22 +236,27 @@ def filled(cfg: EvalConfig, policies: list[Policy]) -> EvalConfig:
             manifest = files.read_json(run / "config.json", {"settings": dict})
             trained.append(manifest.get("settings", {}))
     reading = {}
+    taken_over = {}
     for name in ("verifier", "problem_field", "answer_field", "answer_after"):
-        default = getattr(config.Common, name)
         if getattr(cfg, name):
-            values = {getattr(cfg, name)}
-        elif not trained or (name == "answer_after" and cfg.answer_field):
-            values = {default}
-        else:
-            values = {settings.get(name, default) for settings in trained}
+            reading[name] = getattr(cfg, name)
+            continue
+        default = getattr(config.Common, name)
+        values = set() if trained else {default}
+        for settings in trained:
+            field_of_run = settings.get("answer_field", config.Common.answer_field)
+            has_own_field = cfg.answer_field not in ("", field_of_run)
+            is_lost = name == "answer_after" and has_own_field
+            values.add(default if is_lost else str(settings.get(name, default)))
         if len(values) > 1:
-            rule = f"the runs trained with {', '.join(sorted(values))}; name one"
-            raise ValueError(f"{config.flag(name)}: {rule}")
+            rule = f"the runs trained with {', '.join(map(repr, sorted(values)))}"
+            raise ValueError(f"{config.flag(name)}: {rule}; name one, or evaluate one by one")
         (reading[name],) = values
+        taken_over[name] = reading[name]
     if named and reading["verifier"] not in (MATHEMATICS, cfg.verifier):
-        rule = f"are mathematics, and the others are judged by {reading['verifier']}"
-        raise ValueError(f"--data: {', '.join(named)} {rule}; give one --verifier, or two commands")
-    words = config.flags_that_differ(reading, asdict(config.Common()))
+        rule = f"mathematics, and the run's verifier is {reading['verifier']}"
+        raise ValueError(f"--data {' '.join(named)}: {rule}; give one --verifier, or two commands")
+    words = config.flags_that_differ(taken_over, asdict(config.Common()))
     if trained and words:
         print("as in training, files are read and judged with", *words)
     return replace(cfg, **reading)

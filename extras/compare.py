@@ -141,7 +141,7 @@ def comparison(evaluated: Sequence[Evaluated], names: Sequence[str]) -> dict[str
     for checkpoints in runs.values():
         if len(checkpoints) == 1:
             continue
-        best = max(checkpoints, key=lambda x: results[str(x.folder)]["avg"])
+        best = max(checkpoints, key=lambda x: (results[str(x.folder)]["avg"], x.step))
         last = max(checkpoints, key=lambda x: x.step)
         selection = {
             "checkpoints": len(checkpoints),

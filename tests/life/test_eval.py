@@ -278,7 +278,7 @@ def test_a_runs_verifier_and_fields_are_taken_over(here, base, monkeypatch):
     for folder in (run / "eval").iterdir():
         assert [x["gold"] for x in rows(folder / "samples.jsonl")[::2]] == ["3", "5", "7", "9"]
         assert "small_run:Exact" in read(folder)["data"]["settings"]["verifier"]
-    given = "--verifier small_run:Exact --answer-field target --answer-after #".split()
+    given = "--verifier small_run:Exact --answer-field target".split()  # and the run's mark
     before = read(run / "eval/step_000001")
     completes(eval.main, [*argv, *given])
     assert len(rows(run / "eval/step_000001/samples.jsonl")) == 8
