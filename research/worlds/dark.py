@@ -82,7 +82,7 @@ def read_problems(file: pathlib.Path) -> list[dict]:
 def make_base(out: pathlib.Path, seed: int, reserved: set[str]) -> None:
     """Train the harder world's model further, on what the dark world's model writes."""
     torch.manual_seed(seed)
-    world.error_chance = error_chance
+    make.BF16, world.error_chance = False, error_chance
     model, tokenizer = models.load_model(str(harder.OUT / "model"), torch.device("cpu"))
     rows = functools.partial(harder.make_rows, random.Random(seed), tokenizer, reserved)
     make.train(model, STEPS, RATE, rows)
