@@ -18,7 +18,7 @@ import random
 import re
 import shutil
 import sys
-from typing import Any
+from collections.abc import Iterator
 
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parents[1]), str(HERE)]
@@ -134,24 +134,23 @@ def guided(rng: random.Random, x: dict, case: str) -> tuple[str, str]:
     return skills.render_teacher(pair, x["problem"]), own.name
 
 
-def measure(base: pathlib.Path, rows: list[dict]) -> dict[str, Any]:
-    """Solved locks and right steps: one plain sample of each lock, guided ones of a quarter."""
+def measure(base: pathlib.Path, rows: list[dict]) -> Iterator[tuple[str, list[int]]]:
+    """Solved locks and right steps: a plain sample of each lock, guided ones of every eighth."""
     model, tokenizer = models.load_model(str(base), torch.device("cpu"))
     prompts = [skills.render_student(x["problem"]) for x in rows]
     texts = make.replies_to(model, tokenizer, prompts, PREFIX, SAMPLING, "plain")
-    found: dict[str, Any] = {"plain": [solved(rows, texts), len(rows)]}
-    found["families"] = by_family(rows, texts)
-    few = rows[: len(rows) // 4]
+    yield "plain", [solved(rows, texts), len(rows)]
+    yield from by_family(rows, texts).items()
+    few = rows[::8]
     for case in CASES:
         rng = random.Random(0)
         prompts, own = zip(*[guided(rng, x, case) for x in few])
         texts = make.replies_to(model, tokenizer, [*prompts], PREFIX, SAMPLING, case)
-        oks = [
-            steps_right(t, x["steps"])[x["families"].index(f)] for t, x, f in zip(texts, few, own)
-        ]
-        found[case] = [solved(few, texts), len(few)]
-        found[f"{case}: its step"] = [sum(oks), len(few)]
-    return found
+        yield case, [solved(few, texts), len(few)]
+        right = 0
+        for text, x, family in zip(texts, few, own):
+            right += steps_right(text, x["steps"])[x["families"].index(family)]
+        yield f"{case}: its step", [right, len(few)]
 
 
 def interval(right: int, count: int) -> str:
@@ -175,12 +174,12 @@ def main() -> None:
         return
     rows = read_problems(args.out / "dark_fresh.jsonl")[: args.measure]
     for seed in args.seeds:
-        found = measure(args.out / f"base-{seed}", rows)
-        (args.out / f"base-{seed}.json").write_text(json.dumps(found))
-        lines = head_of(["base", seed])
-        for name, (right, count) in (found | found.pop("families")).items():
-            lines.append(row_of([name, f"{interval(right, count)}, {right} of {count}"]))
-        print("\n".join(lines), flush=True)
+        found = {}
+        print("\n".join(head_of(["base", seed])))
+        for name, (right, count) in measure(args.out / f"base-{seed}", rows):
+            print(row_of([name, f"{interval(right, count)}, {right} of {count}"]), flush=True)
+            found[name] = [right, count]
+            (args.out / f"base-{seed}.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":
