@@ -42,6 +42,7 @@ from rollout import Job, Rollout
 from skills import SkillPair
 
 PHASES, STEPS = (20, 60), 60  # steps of each phase, and of each one's schedule
+PROBLEMS = 480  # of dark_train.jsonl, which is more than a phase asks; a run reads all of them
 AHEAD = 8  # most steps sampled at a time while no weight moves
 HERE = pathlib.Path(__file__).resolve().parent
 
@@ -188,7 +189,7 @@ class Plan:
 def settings(plan: Plan, phase: int, world: pathlib.Path, folder: pathlib.Path) -> Any:
     """The settings of a phase, through the command line's parser."""
     kind, _, flags = ARMS[plan.arm if phase == 1 else "A"]
-    paths = {"model": world / f"base-{plan.base}", "data": world / "dark_train.jsonl"}
+    paths = {"model": world / f"base-{plan.base}", "data": world / "train.jsonl"}
     paths |= {"out": folder / f"phase-{phase}", "encoder": world / "encoder"}
     if phase == 1 and plan.arm != "A":
         paths["bank"] = world / "full_bank.json"
@@ -289,6 +290,8 @@ def main() -> None:
         for base in args.bases:
             plans += [Plan(base, seed, arm) for arm in args.arms]
     args.work.mkdir(parents=True, exist_ok=True)
+    lines = open(args.world / "dark_train.jsonl").readlines()
+    (args.world / "train.jsonl").write_text("".join(lines[:PROBLEMS]))
     rows = dark.read_problems(args.rows) if args.rows.exists() else []
     done = {(row["base"], row["seed"], row["arm"]) for row in rows}
     plans = [plan for plan in plans if dataclasses.astuple(plan) not in done]
