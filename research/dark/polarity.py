@@ -3,9 +3,10 @@
     python research/dark/polarity.py runs/dark/base-1 runs/dark/dark_fresh.jsonl
     python research/dark/polarity.py research/worlds/harder/model research/worlds/harder/train.jsonl
 
-Each failure is scored under six teachers: for each of its steps the true and the misleading skill,
-each beside a mistake of a family that the lock does not have. In a row are the skill and whether
-its own step is right; then how many teachers are distilled, reversed and ignored.
+First the right steps of 480 plain solutions, by family. Then each failure is scored under six
+teachers: for each of its steps the true and the misleading skill, each beside a mistake of a family
+that the lock does not have. In a row are the skill and whether its own step is right; then how many
+teachers are distilled, reversed and ignored.
 """
 
 import argparse
@@ -39,20 +40,24 @@ def main() -> None:
     parser.add_argument("base", help="folder of a model")
     parser.add_argument("problems", type=pathlib.Path, help="locks, with families and steps")
     parser.add_argument("--failures", type=int, default=200)
+    parser.add_argument("--locks", type=int, default=480)
     args = parser.parse_args()
     torch.set_num_threads(1)
     lm, tokenizer = models.load_model(args.base, torch.device("cpu"))
     masked = models.masked_token_ids(tokenizer) | {*rollout.stop_ids(lm, tokenizer)}
     jobs = []
-    for i, x in enumerate(dark.read_problems(args.problems)[: args.failures * 5 // 4]):
+    for i, x in enumerate(dark.read_problems(args.problems)[: args.locks]):
         text, key = skills.render_student(x["problem"]), rollout.sample_key(0, 0, x["id"])
         prompt = rollout.chat_ids(tokenizer, text, thinking=dark.PREFIX)
         jobs.append(rollout.Job(i, prompt, key=key, tokens_left=160, problem=x))
     fast.sample(lm, tokenizer, jobs, dark.SAMPLING)
+    texts = [rollout.text_of(tokenizer, job.ids) for job in jobs]
+    for name, (right, steps) in dark.by_family([job.problem for job in jobs], texts).items():
+        print(name, dark.interval(right, steps))
     counts: dict[tuple[str, str], Counter] = {}
     rng, failures = random.Random(0), 0
-    for job in jobs:
-        x, text = job.problem, rollout.text_of(tokenizer, job.ids)
+    for job, text in zip(jobs, texts):
+        x = job.problem
         if verify.extract_answer(text) == x["answer"] or failures == args.failures:
             continue
         failures += 1
