@@ -8,8 +8,9 @@ A  GRPO        B  SGSD with the full bank        C  SGSD whose teachers read emp
 D  GRPO with the bank's hints in the prompt
 E  right solutions sampled under the hints, fitted under the plain prompt (RAFT)
 
-Pairs are random ones of the full bank. Each finished job appends a row to --rows. Until a run's
-first gradient no weight moves, so we then sample several steps at a time: the draws are the same.
+Pairs are random ones of the full bank; the second phase draws by a seed of its own. Each finished
+job appends a row to --rows. Until a run's first gradient no weight moves, so we then sample several
+steps at a time: the draws are the same. Of a killed job remove the .claim in --work.
 """
 
 import argparse
@@ -18,6 +19,7 @@ import dataclasses
 import json
 import pathlib
 import random
+import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -197,7 +199,7 @@ def settings(plan: Plan, phase: int, world: pathlib.Path, folder: pathlib.Path) 
         paths["adapter"] = folder / f"phase-1/checkpoints/step_{PHASES[0]:06d}"
     if plan.arm == "A" or phase == 2:
         del paths["encoder"]  # GRPO without a bank has no such flag
-    argv = [*EQUAL.split(), *flags.split(), "--seed", str(plan.seed)]
+    argv = [*EQUAL.split(), *flags.split(), "--seed", str(plan.seed + 100 * (phase - 1))]
     for name, path in paths.items():
         argv += [f"--{name}", str(path)]
     return command.parse(argv, None, kind, config.presets_of(kind))
@@ -254,7 +256,9 @@ def run(plan: Plan, world: pathlib.Path, work: pathlib.Path) -> dict[str, Any]:
     started, folder = time.process_time(), work / plan.name
     found: dict[str, Any] = dataclasses.asdict(plan)
     for phase in (1, 2):
-        found |= train(plan, phase, world, folder)
+        if phase == 2 or not (folder / f"phase-1/checkpoints/step_{PHASES[0]:06d}").exists():
+            shutil.rmtree(folder / f"phase-{phase}", ignore_errors=True)  # of a killed job
+            found |= train(plan, phase, world, folder)
         found[f"phase {phase}"] = summary(folder, phase, world)
     return found | {"cpu_seconds": round(time.process_time() - started)}
 
