@@ -7,6 +7,7 @@
 A  GRPO        B  SGSD with the full bank        C  SGSD whose teachers read empty entries
 D  GRPO with the bank's hints in the prompt
 E  right solutions sampled under the hints, fitted under the plain prompt (RAFT)
+F  as B, but all 60 steps of its schedule (asked for by --arms F alone)
 
 Pairs are random ones of the full bank; the second phase draws by a seed of its own. Each finished
 job appends a row to --rows. Until a run's first gradient no weight moves, so we then sample several
@@ -43,7 +44,7 @@ from methods import ablations, groups, grpo
 from rollout import Job, Rollout
 from skills import SkillPair
 
-PHASES, STEPS = (20, 60), 60  # steps of each phase, and of each one's schedule
+STEPS = 60  # of each phase's schedule
 PROBLEMS = 480  # of dark_train.jsonl, which is more than a phase asks; a run reads all of them
 AHEAD = 8  # most steps sampled at a time while no weight moves
 HERE = pathlib.Path(__file__).resolve().parent
@@ -152,21 +153,20 @@ def stopped(step_fn: groups.Step, last: int) -> groups.Step:
 
 GROUPS, HINTS = "--short --batch-size 2", "--num-teachers 3 --evolve-every 0"
 SGSD = "--retrieval random --evolve-every 0 --batch-size 16"
+
+
+def taught() -> groups.Step:
+    return sampled_ahead(ablations.losses, ablations.retrieve)
+
+
 HINTED = random_pairs, groups.prompt_with_skills
 ARMS: dict[str, tuple[type, Callable[[], groups.Step], str]] = {  # settings, step, flags
     "A": (grpo.GRPOConfig, lambda: sampled_ahead(grpo.losses, no_pairs), GROUPS),
-    "B": (
-        ablations.AblationConfig,
-        lambda: sampled_ahead(ablations.losses, ablations.retrieve),
-        SGSD,
-    ),
-    "C": (
-        ablations.AblationConfig,
-        lambda: sampled_ahead(ablations.losses, ablations.retrieve),
-        f"{SGSD} --skill-text none",
-    ),
+    "B": (ablations.AblationConfig, taught, SGSD),
+    "C": (ablations.AblationConfig, taught, f"{SGSD} --skill-text none"),
     "D": (grpo.GRPOConfig, lambda: sampled_ahead(grpo.losses, *HINTED), f"{GROUPS} {HINTS}"),
     "E": (FittedConfig, lambda: sampled_ahead(fitted, *HINTED), f"{HINTS} --batch-size 16"),
+    "F": (ablations.AblationConfig, taught, SGSD),
 }
 EQUAL = (
     "--preset tiny --temperature 1 --top-p 1 --top-k 0 --student-prefix closed --rollout-rows 160"
@@ -187,6 +187,11 @@ class Plan:
     def name(self) -> str:
         return f"{self.arm}-{self.base}-{self.seed}"
 
+    @property
+    def phases(self) -> tuple[int, int]:
+        """Steps of each phase."""
+        return (60 if self.arm == "F" else 20), 60
+
 
 def settings(plan: Plan, phase: int, world: pathlib.Path, folder: pathlib.Path) -> Any:
     """The settings of a phase, through the command line's parser."""
@@ -196,7 +201,7 @@ def settings(plan: Plan, phase: int, world: pathlib.Path, folder: pathlib.Path) 
     if phase == 1 and plan.arm != "A":
         paths["bank"] = world / "full_bank.json"
     if phase == 2:
-        paths["adapter"] = folder / f"phase-1/checkpoints/step_{PHASES[0]:06d}"
+        paths["adapter"] = folder / f"phase-1/checkpoints/step_{plan.phases[0]:06d}"
     if plan.arm == "A" or phase == 2:
         del paths["encoder"]  # GRPO without a bank has no such flag
     argv = [*EQUAL.split(), *flags.split(), "--seed", str(plan.seed + 100 * (phase - 1))]
@@ -211,7 +216,7 @@ def train(plan: Plan, phase: int, world: pathlib.Path, folder: pathlib.Path) -> 
     cfg = settings(plan, phase, world, folder)
     found: dict[str, Any] = {}
     with Run.open(cfg, skills.load_bank, sgsd.student_prompt) as run:
-        sgsd.train(run, stopped(step_fn, PHASES[phase - 1]))
+        sgsd.train(run, stopped(step_fn, plan.phases[phase - 1]))
         if phase == 2:
             tests = dark.read_problems(world / "dark_test.jsonl")
             texts = [text for i in (0, 1) for text in solutions(run, tests, i)]
@@ -231,15 +236,14 @@ def solutions(run: Run, tests: list[dict], number: int) -> list[str]:
     return [rollout.text_of(run.tokenizer, job.ids) for job in jobs]
 
 
-def summary(folder: pathlib.Path, phase: int, world: pathlib.Path) -> dict[str, Any]:
+def summary(folder: pathlib.Path, steps: int, world: pathlib.Path) -> dict[str, Any]:
     """Of a phase: right solutions in each step, mixed groups, and right steps by family.
 
     begin, end: right steps among its first and its last 80 solutions.
     """
-    out = folder / f"phase-{phase}"
-    rolls = [*files.read_jsonl(out / "rollouts.jsonl")]
+    rolls = [*files.read_jsonl(folder / "rollouts.jsonl")]
     locks = {x["id"]: x for x in dark.read_problems(world / "dark_train.jsonl")}
-    right, mixed = [0] * PHASES[phase - 1], [0.0] * PHASES[phase - 1]
+    right, mixed = [0] * steps, [0.0] * steps
     for roll in rolls:
         right[roll["step"] - 1] += roll["r"] > 0
         mixed[roll["step"] - 1] += roll.get("mixed", 0) / 8
@@ -256,10 +260,10 @@ def run(plan: Plan, world: pathlib.Path, work: pathlib.Path) -> dict[str, Any]:
     started, folder = time.process_time(), work / plan.name
     found: dict[str, Any] = dataclasses.asdict(plan)
     for phase in (1, 2):
-        if phase == 2 or not (folder / f"phase-1/checkpoints/step_{PHASES[0]:06d}").exists():
+        if phase == 2 or not (folder / f"phase-1/checkpoints/step_{plan.phases[0]:06d}").exists():
             shutil.rmtree(folder / f"phase-{phase}", ignore_errors=True)  # of a killed job
             found |= train(plan, phase, world, folder)
-        found[f"phase {phase}"] = summary(folder, phase, world)
+        found[f"phase {phase}"] = summary(folder / f"phase-{phase}", plan.phases[phase - 1], world)
     return found | {"cpu_seconds": round(time.process_time() - started)}
 
 
@@ -285,7 +289,7 @@ def main() -> None:
     add("--rows", type=pathlib.Path, default=HERE / "rows.jsonl", help="file of results")
     add("--bases", type=int, nargs="+", default=dark.SEEDS)
     add("--seeds", type=int, default=10)
-    add("--arms", nargs="+", default=[*ARMS], choices=ARMS)
+    add("--arms", nargs="+", default=[*"ABCDE"], choices=ARMS)
     add("--until", default="", metavar="HH:MM", help="begin no plan after this time (UTC)")
     args = parser.parse_args()
     torch.set_num_threads(1)
