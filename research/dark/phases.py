@@ -1,8 +1,8 @@
 """Where GRPO has nothing to learn from: 20 steps of one of five kinds, then 60 steps of GRPO.
 
     python research/worlds/dark.py                    the bases and the problems
-    python research/worlds/dark.py --measure 6000     only a measured base is used
-    python research/dark/phases.py                    all jobs without a row; give it twice for two
+    python research/dark/phases.py --bases 1          all jobs that have no row; four CPU hours
+    python research/dark/phases.py --show             the tables of this folder's page
 
 A  GRPO        B  SGSD with the full bank        C  SGSD whose teachers read empty entries
 D  GRPO with the bank's hints in the prompt
@@ -10,14 +10,14 @@ E  right solutions sampled under the hints, fitted under the plain prompt (RAFT)
 F  as B, but all 60 steps of its schedule (asked for by --arms F alone)
 
 Pairs are random ones of the full bank; the second phase draws by a seed of its own. Each finished
-job appends a row to --rows. Until a run's first gradient no weight moves, so we then sample several
-steps at a time: the draws are the same. Of a killed job remove the .claim in --work.
+job appends a row to --rows. A run begins if at its end 10% of 320 solutions are right; arms are
+compared by Fisher's exact test.
 """
 
 import argparse
-import contextlib
 import dataclasses
 import json
+import math
 import pathlib
 import random
 import shutil
@@ -30,31 +30,24 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "research" / "worlds")]
 
 import dark
-import fast
 import torch
 
 import rollout
 import scoring
 import sgsd
 import skills
-from lib import command, config, files, verify
+from lib import command, config, files
 from lib.problems import Problem
 from lib.run import Run
 from methods import ablations, groups, grpo
-from rollout import Job, Rollout
+from research.markdown_table import head_of, row_of
+from rollout import Rollout
 from skills import SkillPair
 
 STEPS = 60  # of each phase's schedule
-PROBLEMS = 480  # of dark_train.jsonl, which is more than a phase asks; a run reads all of them
-AHEAD = 8  # most steps sampled at a time while no weight moves
-HERE = pathlib.Path(__file__).resolve().parent
-
-
-class Codes(verify.Judge):
-    """Compares codes as texts, as the default does for plain integers; it needs no worker."""
-
-    def is_right(self, problem: Any, answer: str) -> bool:
-        return answer == problem.answer
+PROBLEMS = 480  # of dark_train.jsonl, which is more than a phase asks
+SOLUTIONS, LEAST = 320, 32  # in an evaluation; right ones of a run that begins
+ROWS = pathlib.Path(__file__).with_name("rows.jsonl")
 
 
 # ------------------------------------------------------------------------------------- the steps
@@ -66,55 +59,6 @@ def random_pairs(run: Run, step: int, x: Problem) -> list[SkillPair]:
     right = draw.sample(run.bank.general_skills, count)
     wrong = draw.sample(run.bank.common_mistakes, count)
     return [SkillPair(skill, mistake, 0.0, 0.0) for skill, mistake in zip(right, wrong)]
-
-
-def no_pairs(run: Run, step: int, x: Problem) -> list[SkillPair]:
-    return []
-
-
-def solve(run: Run, jobs: list[Job]) -> list[Rollout]:
-    """As `sgsd.solve`, but faster."""
-    fast.sample(run.lm, run.tokenizer, jobs, dark.SAMPLING)
-    (judged,) = rollout.rollouts(run.tokenizer, run.stops, run.verifier, [jobs])
-    return [roll for _, roll in judged]
-
-
-def sampled_ahead(
-    losses: Callable, retrieve: groups.Retrieve, prompt: groups.StudentPrompt = groups.prompt_alone
-) -> groups.Step:
-    """A step as `groups.make_step` makes it, which samples ahead until the first gradient."""
-    drawn: dict[int, Any] = {}  # a step's jobs, pairs and solutions
-    ahead = 1
-
-    def draw(run: Run, steps: range) -> None:
-        jobs = []
-        for step in steps:
-            drawn[step] = groups.step_jobs(run, step, prompt, retrieve)
-            jobs += drawn[step][0]
-        rolls = iter(solve(run, jobs))
-        for step in steps:
-            drawn[step] += ([next(rolls) for _ in drawn[step][0]],)
-
-    def train_step(run: Run, step: int) -> tuple[list[dict], float]:
-        nonlocal ahead
-        if step not in drawn:
-            draw(run, range(step, min(step + max(1, ahead), run.cfg.steps + 1)))
-            ahead = min(2 * ahead, AHEAD)
-        jobs, pairs, rolls = drawn.pop(step)
-        G, rows = run.cfg.generations, []
-        for g, pairs_K in enumerate(pairs):
-            of_group = rolls[g * G : g * G + G]
-            for i, result in enumerate(losses(run, step, jobs[g * G].problem, of_group, pairs_K)):
-                result = sgsd.RolloutLoss(*result)
-                if result.loss.requires_grad:
-                    (result.loss / len(jobs)).backward()
-                    ahead = 0  # from here on AdamW moves the weights in each step
-                rows.append(sgsd.log_row(run, step, g * G + i, pairs_K, of_group[i], result))
-        if not ahead:
-            drawn.clear()
-        return rows, sgsd.optimizer_step(run, step)
-
-    return train_step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,6 +81,10 @@ def fitted(
         yield loss, {}, {}
 
 
+def hinted(losses: Callable) -> groups.Step:
+    return groups.make_step(losses, groups.prompt_with_skills, random_pairs)
+
+
 def stopped(step_fn: groups.Step, last: int) -> groups.Step:
     """The step, after whose `last` call the run saves and stops, as after a signal."""
 
@@ -153,26 +101,18 @@ def stopped(step_fn: groups.Step, last: int) -> groups.Step:
 
 GROUPS, HINTS = "--short --batch-size 2", "--num-teachers 3 --evolve-every 0"
 SGSD = "--retrieval random --evolve-every 0 --batch-size 16"
-
-
-def taught() -> groups.Step:
-    return sampled_ahead(ablations.losses, ablations.retrieve)
-
-
-HINTED = random_pairs, groups.prompt_with_skills
-ARMS: dict[str, tuple[type, Callable[[], groups.Step], str]] = {  # settings, step, flags
-    "A": (grpo.GRPOConfig, lambda: sampled_ahead(grpo.losses, no_pairs), GROUPS),
-    "B": (ablations.AblationConfig, taught, SGSD),
-    "C": (ablations.AblationConfig, taught, f"{SGSD} --skill-text none"),
-    "D": (grpo.GRPOConfig, lambda: sampled_ahead(grpo.losses, *HINTED), f"{GROUPS} {HINTS}"),
-    "E": (FittedConfig, lambda: sampled_ahead(fitted, *HINTED), f"{HINTS} --batch-size 16"),
-    "F": (ablations.AblationConfig, taught, SGSD),
+ARMS: dict[str, tuple[type, groups.Step, str]] = {  # settings, step, flags
+    "A": (grpo.GRPOConfig, grpo.train_step, GROUPS),
+    "B": (ablations.AblationConfig, ablations.train_step, SGSD),
+    "C": (ablations.AblationConfig, ablations.train_step, f"{SGSD} --skill-text none"),
+    "D": (grpo.GRPOConfig, hinted(grpo.losses), f"{GROUPS} {HINTS}"),
+    "E": (FittedConfig, hinted(fitted), f"{HINTS} --batch-size 16"),
+    "F": (ablations.AblationConfig, ablations.train_step, SGSD),
 }
 EQUAL = (
-    "--preset tiny --temperature 1 --top-p 1 --top-k 0 --student-prefix closed --rollout-rows 160"
+    f"--preset tiny --temperature 1 --top-p 1 --top-k 0 --student-prefix closed --steps {STEPS} "
+    "--max-new-tokens 160 --learning-rate 1e-3 --checkpoint-every 20 --audit-every 0"
 )
-EQUAL += " --max-new-tokens 160 --learning-rate 1e-3 --checkpoint-every 20 --audit-every 0"
-EQUAL += f" --verifier research.dark.phases:Codes --steps {STEPS}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,10 +124,6 @@ class Plan:
     arm: str
 
     @property
-    def name(self) -> str:
-        return f"{self.arm}-{self.base}-{self.seed}"
-
-    @property
     def phases(self) -> tuple[int, int]:
         """Steps of each phase."""
         return (60 if self.arm == "F" else 20), 60
@@ -197,13 +133,11 @@ def settings(plan: Plan, phase: int, world: pathlib.Path, folder: pathlib.Path) 
     """The settings of a phase, through the command line's parser."""
     kind, _, flags = ARMS[plan.arm if phase == 1 else "A"]
     paths = {"model": world / f"base-{plan.base}", "data": world / "train.jsonl"}
-    paths |= {"out": folder / f"phase-{phase}", "encoder": world / "encoder"}
+    paths["out"] = folder / f"phase-{phase}"
     if phase == 1 and plan.arm != "A":
-        paths["bank"] = world / "full_bank.json"
+        paths |= {"bank": world / "full_bank.json", "encoder": world / "encoder"}
     if phase == 2:
         paths["adapter"] = folder / f"phase-1/checkpoints/step_{plan.phases[0]:06d}"
-    if plan.arm == "A" or phase == 2:
-        del paths["encoder"]  # GRPO without a bank has no such flag
     argv = [*EQUAL.split(), *flags.split(), "--seed", str(plan.seed + 100 * (phase - 1))]
     for name, path in paths.items():
         argv += [f"--{name}", str(path)]
@@ -212,28 +146,23 @@ def settings(plan: Plan, phase: int, world: pathlib.Path, folder: pathlib.Path) 
 
 def train(plan: Plan, phase: int, world: pathlib.Path, folder: pathlib.Path) -> dict[str, Any]:
     """Make a phase's steps; after the second one also what the run solves."""
-    step_fn = ARMS[plan.arm if phase == 1 else "A"][1]()
-    cfg = settings(plan, phase, world, folder)
+    step_fn = ARMS[plan.arm if phase == 1 else "A"][1]
     found: dict[str, Any] = {}
-    with Run.open(cfg, skills.load_bank, sgsd.student_prompt) as run:
+    with Run.open(
+        settings(plan, phase, world, folder), skills.load_bank, sgsd.student_prompt
+    ) as run:
         sgsd.train(run, stopped(step_fn, plan.phases[phase - 1]))
         if phase == 2:
-            tests = dark.read_problems(world / "dark_test.jsonl")
-            texts = [text for i in (0, 1) for text in solutions(run, tests, i)]
-            found["solved"] = dark.solved(2 * tests, texts)
-            found["families"] = dark.by_family(2 * tests, texts)
+            tests = 2 * dark.read_problems(world / "dark_test.jsonl")
+            prompts = [sgsd.student_prompt(run, x["problem"]) for x in tests]
+            keys = []
+            for i, x in enumerate(tests):
+                keys.append(rollout.sample_key(run.cfg.seed, 0, x["id"], 2 * i // len(tests)))
+            ids = rollout.generate(run.lm, run.tokenizer, prompts, dark.SAMPLING, keys, 160)
+            texts = [rollout.text_of(run.tokenizer, of_one) for of_one in ids]
+            found["solved"] = dark.solved(tests, texts)
+            found["families"] = dark.by_family(tests, texts)
     return found
-
-
-def solutions(run: Run, tests: list[dict], number: int) -> list[str]:
-    """A solution of each test problem, sampled as the run trains."""
-    jobs = []
-    for i, x in enumerate(tests):
-        key = rollout.sample_key(run.cfg.seed, 0, x["id"], number)
-        prompt = sgsd.student_prompt(run, x["problem"])
-        jobs.append(Job(i, prompt, key=key, tokens_left=run.cfg.max_new_tokens))
-    fast.sample(run.lm, run.tokenizer, jobs, dark.SAMPLING)
-    return [rollout.text_of(run.tokenizer, job.ids) for job in jobs]
 
 
 def summary(folder: pathlib.Path, steps: int, world: pathlib.Path) -> dict[str, Any]:
@@ -249,36 +178,66 @@ def summary(folder: pathlib.Path, steps: int, world: pathlib.Path) -> dict[str, 
         mixed[roll["step"] - 1] += roll.get("mixed", 0) / 8
     found: dict[str, Any] = {"right": right, "mixed": [round(x) for x in mixed]}
     for name, few in (("begin", rolls[:80]), ("end", rolls[-80:])):
-        found[name] = dark.by_family(
-            [locks[x["problem_id"]] for x in few], [x["text"] for x in few]
-        )
+        of_few = [locks[x["problem_id"]] for x in few]
+        found[name] = dark.by_family(of_few, [x["text"] for x in few])
     return found
 
 
-def run(plan: Plan, world: pathlib.Path, work: pathlib.Path) -> dict[str, Any]:
+def run(plan: Plan, world: pathlib.Path, folder: pathlib.Path) -> dict[str, Any]:
     """A plan's row."""
-    started, folder = time.process_time(), work / plan.name
-    found: dict[str, Any] = dataclasses.asdict(plan)
-    for phase in (1, 2):
-        if phase == 2 or not (folder / f"phase-1/checkpoints/step_{plan.phases[0]:06d}").exists():
-            shutil.rmtree(folder / f"phase-{phase}", ignore_errors=True)  # of a killed job
-            found |= train(plan, phase, world, folder)
-        found[f"phase {phase}"] = summary(folder / f"phase-{phase}", plan.phases[phase - 1], world)
+    started, found = time.process_time(), dataclasses.asdict(plan)
+    shutil.rmtree(folder, ignore_errors=True)  # of a killed job
+    for phase, steps in enumerate(plan.phases, 1):
+        found |= train(plan, phase, world, folder)
+        found[f"phase {phase}"] = summary(folder / f"phase-{phase}", steps, world)
     return found | {"cpu_seconds": round(time.process_time() - started)}
 
 
-def claimed(plans: list[Plan], world: pathlib.Path, work: pathlib.Path) -> Any:
-    """Claim and yield plans in their order, those alone whose base was measured."""
-    while True:
-        for plan in plans:
-            claim = work / f"{plan.name}.claim"
-            if not claim.exists() and (world / f"base-{plan.base}.json").exists():
-                with contextlib.suppress(FileExistsError):
-                    claim.touch(exist_ok=False)
-                    yield plan
-                break
-        else:
-            return
+# ------------------------------------------------------------------------------------ the tables
+
+
+def fisher(a: int, n: int, b: int, m: int) -> float:
+    """Two-sided p of a in n beside b in m: of all tables that are no likelier."""
+
+    def ways(k: int) -> int:
+        return math.comb(n, k) * math.comb(m, a + b - k)
+
+    tables = [ways(k) for k in range(max(0, a + b - m), min(n, a + b) + 1)]
+    return sum(x for x in tables if x <= ways(a)) / math.comb(n + m, a + b)
+
+
+def begun(rows: list[dict]) -> int:
+    return sum(row["solved"] >= LEAST for row in rows)
+
+
+def first_mixed(row: dict) -> int | None:
+    """The step of the first group with both verdicts, counted over both phases."""
+    mixed = row["phase 1"]["mixed"] + row["phase 2"]["mixed"]
+    return next((step for step, count in enumerate(mixed, 1) if count), None)
+
+
+def tables(rows: list[dict]) -> list[str]:
+    """A row per arm, runs by base and seed; then each run's right steps by family."""
+    rows = sorted(rows, key=lambda row: (row["arm"], row["base"], row["seed"]))
+    arms = {name: [row for row in rows if row["arm"] == name] for name in ARMS}
+    lines = head_of(["arm", "begin", "p beside B", "solved, %", "first mixed", "CPU s"])
+    for name, of_arm in arms.items():
+        p = fisher(begun(of_arm), len(of_arm), begun(arms["B"]), len(arms["B"]))
+        cells = [name, f"{begun(of_arm)} of {len(of_arm)}", f"{p:.3f}"]
+        cells.append(" ".join(f"{100 * row['solved'] / SOLUTIONS:.0f}" for row in of_arm))
+        cells.append(" ".join(str(first_mixed(row) or "-") for row in of_arm))
+        lines.append(row_of([*cells, sum(row["cpu_seconds"] for row in of_arm)]))
+    lines += [
+        "",
+        *head_of(["run", "right in phase 1", "2", "steps right before GRPO, %", "in the end"]),
+    ]
+    for row in rows:
+        right = [sum(row[f"phase {i}"]["right"]) for i in (1, 2)]
+        shown = []
+        for counts in (row["phase 2"]["begin"], row["families"]):
+            shown.append(" ".join(f"{100 * ok / steps:.0f}" for ok, steps in counts.values()))
+        lines.append(row_of([f"{row['arm']}-{row['base']}-{row['seed']}", *right, *shown]))
+    return lines
 
 
 def main() -> None:
@@ -286,30 +245,26 @@ def main() -> None:
     add = parser.add_argument
     add("--world", type=pathlib.Path, default=dark.OUT, help="what dark.py made")
     add("--work", type=pathlib.Path, default=ROOT / "runs" / "phases", help="of the runs")
-    add("--rows", type=pathlib.Path, default=HERE / "rows.jsonl", help="file of results")
+    add("--rows", type=pathlib.Path, default=ROWS, help="file of results")
     add("--bases", type=int, nargs="+", default=dark.SEEDS)
     add("--seeds", type=int, default=10)
     add("--arms", nargs="+", default=[*"ABCDE"], choices=ARMS)
-    add("--until", default="", metavar="HH:MM", help="begin no plan after this time (UTC)")
+    add("--show", action="store_true", help="print the tables of --rows, then end")
     args = parser.parse_args()
-    torch.set_num_threads(1)
-    plans = []
+    rows = dark.read_problems(args.rows) if args.rows.exists() else []
+    if args.show:
+        print("\n".join(tables(rows)))
+        return
+    lines = open(args.world / "dark_train.jsonl").read().splitlines(True)
+    (args.world / "train.jsonl").write_text("".join(lines[:PROBLEMS]))
+    done = {(row["base"], row["seed"], row["arm"]) for row in rows}
     for seed in range(args.seeds):
         for base in args.bases:
-            plans += [Plan(base, seed, arm) for arm in args.arms]
-    args.work.mkdir(parents=True, exist_ok=True)
-    lines = open(args.world / "dark_train.jsonl").readlines()
-    (args.world / "train.jsonl").write_text("".join(lines[:PROBLEMS]))
-    rows = dark.read_problems(args.rows) if args.rows.exists() else []
-    done = {(row["base"], row["seed"], row["arm"]) for row in rows}
-    plans = [plan for plan in plans if dataclasses.astuple(plan) not in done]
-    for plan in claimed(plans, args.world, args.work):
-        row = run(plan, args.world, args.work)
-        with open(args.rows, "a") as file:
-            file.write(json.dumps(row, separators=(",", ":")) + "\n")
-        print(time.strftime("%H:%M"), plan.name, row["solved"], row["cpu_seconds"], flush=True)
-        if args.until and time.strftime("%H:%M", time.gmtime()) > args.until:
-            return
+            for arm in args.arms:
+                if (base, seed, arm) not in done:
+                    row = run(Plan(base, seed, arm), args.world, args.work / f"{arm}-{base}-{seed}")
+                    with open(args.rows, "a") as file:
+                        file.write(json.dumps(row, separators=(",", ":")) + "\n")
 
 
 if __name__ == "__main__":
