@@ -2,7 +2,7 @@
 
     python research/worlds/dark.py                    the bases and the problems
     python research/dark/phases.py --bases 1          all jobs that have no row; four CPU hours
-    python research/dark/phases.py --show             the tables of this folder's page
+    python research/dark/phases.py --show             the tables of research/small_worlds.md
 
 A  GRPO        B  SGSD with the full bank        C  SGSD whose teachers read empty entries
 D  GRPO with the bank's hints in the prompt
