@@ -367,7 +367,7 @@ ORDER += " thinking seed"
 
 def test_samples_of_older_evaluations_are_found_again():
     """A sample's digest depends on which settings it has, and in which order."""
-    settings = eval.sample_settings(config.EvalConfig(), small_run.ALONE)
+    settings = eval.sample_settings(eval.filled(config.EvalConfig(), []), small_run.ALONE)
     assert [*settings][:-2] == ORDER.split()
     del settings["the plain prompt"]
     assert files.digest(settings) == "2d33dc3afb0001ae"
