@@ -194,3 +194,4 @@ def share_jobs(
             left -= len(results)
             bar.update(len(results))
             yield results
+    # Nothing uses `turns` any more, so Python closes it and what it draws from.

@@ -162,7 +162,8 @@ def run_of(place: pathlib.Path) -> pathlib.Path | None:
     return place.parent.parent if is_checkpoint else None
 
 
-OF_TRL = ("trainer_state.json", "training_args.bin")  # its trainer's, beside a model
+# Its trainer's, beside a model; in files.BESIDE_A_MODEL they would change older digests.
+OF_TRL = ("trainer_state.json", "training_args.bin")
 
 
 def base_of(place: pathlib.Path, base: str) -> str:
@@ -224,9 +225,10 @@ Sets = dict[str, list[Problem]]  # by the set's name
 def filled(cfg: EvalConfig, policies: list[Policy]) -> EvalConfig:
     """The settings, with verifier and fields where the command leaves them open.
 
-    They are those of the policies' runs, or else training's default, which sets that have a name
-    here keep. A mark before the answer goes with the run's field: if the command names another, it
-    has none. ValueError if runs differ, or if sets need two verifiers.
+    They are those of the policies' runs. Without a run they are training's defaults, and sets that
+    have a name here have their own (`problems.SETS`). A mark before the answer belongs to the run's
+    field: if the command names another one, there is no mark. ValueError if runs differ, or if sets
+    need two verifiers.
     """
     named = [source for source in cfg.data if source in problems.SETS]
     has_files = len(named) < len(cfg.data)  # named sets alone need nothing of a run
@@ -234,7 +236,11 @@ def filled(cfg: EvalConfig, policies: list[Policy]) -> EvalConfig:
     for run in dict.fromkeys(run_of(pathlib.Path(policy.path)) for policy in policies):
         if run and has_files and (run / "config.json").exists():
             manifest = files.read_json(run / "config.json", {"settings": dict})
-            trained.append(manifest.get("settings", {}))
+            settings = manifest.get("settings", {})
+            own_field = settings.get("answer_field", config.Common.answer_field)
+            if cfg.answer_field not in ("", own_field):
+                settings["answer_after"] = ""
+            trained.append(settings)
     reading = {}
     taken_over = {}
     for name in ("verifier", "problem_field", "answer_field", "answer_after"):
@@ -242,12 +248,7 @@ def filled(cfg: EvalConfig, policies: list[Policy]) -> EvalConfig:
             reading[name] = getattr(cfg, name)
             continue
         default = getattr(config.Common, name)
-        values = set() if trained else {default}
-        for settings in trained:
-            field_of_run = settings.get("answer_field", config.Common.answer_field)
-            has_own_field = cfg.answer_field not in ("", field_of_run)
-            is_lost = name == "answer_after" and has_own_field
-            values.add(default if is_lost else str(settings.get(name, default)))
+        values = {str(settings.get(name, default)) for settings in trained} or {default}
         if len(values) > 1:
             rule = f"the runs trained with {', '.join(map(repr, sorted(values)))}"
             raise ValueError(f"{config.flag(name)}: {rule}; name one, or evaluate one by one")
@@ -374,7 +375,7 @@ def sample_settings(cfg: EvalConfig, world: World) -> dict[str, Any]:
             settings[name] = value
     if cfg.verifier != MATHEMATICS:  # a class of the user's own
         settings["verifier"] += f" ({files.file_digest(verify.file_of(cfg.verifier))})"
-    return settings | {
+    return settings | {  # the bank's path gives way to its content
         "skills": cfg.skills
         and files.digest(
             files.tree_digest(cfg.skills), cfg.num_skills, files.tree_digest(cfg.encoder)
@@ -393,7 +394,8 @@ def samples_of(
 ) -> list[Sample]:
     """All samples of a policy that results need: set by set, k of each problem.
 
-    A sample's digest covers all that it depends on: samples with the same digest are the same.
+    A sample's digest covers all that it depends on: samples with the same digest are the same. The
+    key has the problem's text, not its id, so copies of a problem share their samples.
     """
     thinking = "bare" if cfg.thinking else "closed"  # S3
     samples: list[Sample] = []
@@ -520,6 +522,7 @@ def figures(
 def interval(row: dict[str, Any], name: str) -> str:
     """The interval of a figure in percent, or "none" for too few problems or equal scores.
 
+    row: as in results.json.
     If all samples are wrong, or all right, we use the rule of three: with n problems, the true rate
     is at most 3/n, or at least 1 - 3/n.
     """
@@ -542,7 +545,7 @@ def results_of(folder: pathlib.Path) -> dict[str, dict]:
 
 
 def line_of(policy: Policy, name: str, row: dict[str, Any], cfg: EvalConfig) -> str:
-    """The line that we print for a policy on one set. row: its figures."""
+    """The line that we print for a policy on one set. row: as in results.json."""
     k = cfg.samples
     line = (
         f"{policy.folder}, {name}: avg@{k} {row['avg']:.1%} (95%: {interval(row, 'avg')}), "
@@ -573,7 +576,7 @@ def evaluate(cfg: EvalConfig, world: World) -> None:
             verifier = held.enter_context(verify.load_judge(cfg.verifier)(cfg.verify_timeout))
             sets = load_sets(cfg) if world.main else {}
             missing = prepare(policies, sets, digests, cfg, world, held) if world.main else None
-            missing = distributed.broadcast(missing, world)
+            missing = distributed.broadcast(missing, world)  # rank 0 alone knows the other samples
         held.enter_context(command.one_line_errors(cfg.program, *command.LATER))
         for policy, lacking in zip(policies, missing):
             if lacking:
@@ -608,6 +611,7 @@ def write_results(policy: Policy, sets: Sets, verifier: verify.Judge, cfg: EvalC
             if sample.row["set"] == name:
                 rows.append(drawn[sample.row["digest"]])
         policy.results[name] = {
+            # Of the problems, for extras/compare.py.
             "digest": files.digest([judged_by(x, cfg) for x in data]),
             "problems": len(data),
             "samples": len(rows),

@@ -252,16 +252,19 @@ def stream(
     try:
         token_bytes, row_bytes = cache_bytes(causal)
         places = places or cache_places(causal.device, token_bytes)
-        extra = 2 * FREE_PLACES + row_bytes / token_bytes  # per row: a turn, free places, states
+        # Per row: a turn (at most FREE_PLACES tokens), free places, states.
+        extra = 2 * FREE_PLACES + row_bytes / token_bytes
         yield [job for job in jobs if job.done]  # whose prompts fill the context
         while waiting or running:
             while pack := _next_pack(waiting, running, rows, places, extra):
+                # We read new rows alone, and sample their first tokens: then their cache, too,
+                # lacks only the last ones, and joins the others'.
                 fresh = _empty_cache(causal)
-                _decode(causal, pack, fresh, 1, sampling, stops)  # reads all ids, samples one
+                _decode(causal, pack, fresh, 1, sampling, stops)
                 running += pack
                 width = _width(running) - 1
                 cache = _gathered([cache, fresh], slice(None), width) if cache else fresh
-            if not any(job.done for job in running):  # else some ended as they were read
+            if not any(job.done for job in running):  # a first token may be a stop id
                 _decode(causal, running, cache, _turn(causal, running), sampling, stops)
             yield [job for job in running if job.done]
             staying = [b for b, job in enumerate(running) if not job.done]
@@ -301,7 +304,7 @@ def _next_pack(
 def _turn(causal, jobs: list[Job]) -> int:
     """Tokens of the next turn: as many as some job wants, within the longest row's context."""
     most = TURN_TOKENS.get(causal.device.type, 64)
-    left = context_limit(causal) - _width(jobs)
+    left = context_limit(causal) - _width(jobs)  # above 0, as a row at the context's end is done
     return int(min(most, max(job.tokens_left for job in jobs), left))
 
 
@@ -334,6 +337,7 @@ def _decode(
     model_settings = causal.generation_config
     causal.generation_config = GenerationConfig()  # the model's would fill gaps in `settings`
     try:
+        # `cache` was `past_key_values` before transformers 5.24.
         out_BL = causal.generate(ids_BL, settings, [draw], attention_mask=mask_BL, cache=cache)
     finally:
         causal.generation_config = model_settings

@@ -330,7 +330,7 @@ def teacher_prompts(
     r"""The K teachers' pairs and prompts c_k(x), as ids (Eq. 3, Fig. 6).
 
     We leave out a teacher whose prompt does not fit the model's context with the solution (S35).
-    Why a mistake happens is not shown.
+    A prompt has all fields of its pair but a mistake's `why_it_happens`.
     A skill's title, principle and when to apply it; a mistake's description and how to avoid it:
 
     <|im_start|>user
@@ -362,8 +362,7 @@ def step_jobs(run: Run, step: int) -> list[Job]:
     """Line 2: this rank's share of the minibatch, as jobs: a prompt and the key of its draws.
 
     Every rank draws the same global minibatch and takes every world.size-th problem. A job's index
-    is its problem's place in the minibatch. The student never sees the pairs of line 4, so we
-    retrieve them later.
+    is its problem's place in the minibatch.
     """
     cfg = run.cfg
     world = run.world
@@ -422,7 +421,8 @@ def rollout_loss(run: Run, roll: Rollout, pairs_K: Sequence[SkillPair]) -> Rollo
 def constant_if_ignored(loss: Tensor, rho_K: Tensor) -> Tensor:
     """The loss, without its graph if all teachers are ignored: it needs no backward pass then.
 
-    A NaN keeps its graph: its gradient is NaN, too, so that the step is skipped.
+    A NaN keeps its graph (a NaN support has rho 0, and 0 times NaN is NaN): its gradient is NaN,
+    too, so that the step is skipped.
     """
     return loss if rho_K.any() or not loss.isfinite() else loss.detach()
 
@@ -641,7 +641,7 @@ def train(run: Run, step_fn: Any = train_step) -> int:
         run.skipped = 0 if math.isfinite(norm) else run.skipped + 1
         if cfg.evolves:
             run.bank.remember(rows)  # W of Algorithm 4
-        run.log(rows, norm)  # on every rank; nothing reads what it writes
+        run.log(rows, norm)  # on every rank; only a run that continues reads what it writes
         if run.save_is_due():  # each --checkpoint-every steps, after the last, before an evolution
             run.save()
         if should_stop(run):  # after a signal on any rank, or the third bad step in a row

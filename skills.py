@@ -422,30 +422,21 @@ def ask(requests: Sequence[Request], complete: Complete) -> list[list[dict]]:
 # ---------------------------------------------------------------- Algorithm 3: hierarchical merging
 
 
-def merge(
-    items: list[dict], key: str, complete: Complete, group_size: int = 32, patience: int = 3
-) -> tuple[list[dict], list[dict]]:
-    """Hierarchical merging (Alg. 3): the merged entries under new ids, and a record per layer.
-
-    Layer by layer we ask the writer to merge items that say the same, H at a time, in order. A
-    group of one stays as it is. Merging ends after a layer that was a single group, or after P
-    layers in a row that made the list no shorter.
-    items: the candidates C. group_size: H. patience: P. A group stays as it is unless its reply is
-    whole, has an item (S11), and has no more items than the group. If it has fewer, we take it that
-    the writer joined some. A merged entry has the `sources` of its items.
-    """
-    merged, layers = merge_lists({key: items}, complete, group_size, patience)
-    return merged[key], layers[key]
-
-
 Merge = Generator[list[Request], list[list[dict]], tuple[list[dict], list[dict]]]
 
 
 def merge_by_layers(items: list[dict], key: str, group_size: int, patience: int) -> Merge:
-    """Algorithm 3 on one list, as a generator: `merge_lists` runs it.
+    """Hierarchical merging (Alg. 3) of one list, as a generator: `merge_lists` runs it.
 
-    At each layer it yields the requests, waits, and is sent the items of each request's reply.
-    Returns what `merge` returns.
+    Layer by layer we ask the writer to merge items that say the same, H at a time, in order. A
+    group of one stays as it is. Merging ends after a layer that was a single group, or after P
+    layers in a row that made the list no shorter.
+    At each layer, the first one of an empty list among them, the generator yields the requests,
+    waits, and is sent the items of each request's reply. Returns the merged entries under new ids,
+    and a record per layer.
+    items: the candidates C. group_size: H. patience: P. A group stays as it is unless its reply is
+    whole, has an item (S11), and has no more items than the group. If it has fewer, we take it that
+    the writer joined some. A merged entry has the `sources` of its items.
     """
     layers: list[dict] = []
     stagnant = 0  # line 1
@@ -460,7 +451,7 @@ def merge_by_layers(items: list[dict], key: str, group_size: int, patience: int)
         merged: list[dict] = []
         lost = 0
         for group in groups:
-            of_group = items_of_each.pop(0) if len(group) > 1 else group
+            of_group = items_of_each.pop(0) if len(group) > 1 else group  # as in line 4
             if not of_group:
                 lost += 1
                 merged += group  # line 6
@@ -489,7 +480,7 @@ def merge_by_layers(items: list[dict], key: str, group_size: int, patience: int)
 def merge_lists(
     lists: Lists, complete: Complete, group_size: int, patience: int
 ) -> tuple[Lists, Lists]:
-    """`merge` of several lists side by side: a layer's requests go into one call of `complete`.
+    """Algorithm 3 on several lists side by side: a layer's requests go into one call of `complete`.
 
     lists: their items, by key. Each list ends by itself: one may need more layers than another.
     `next` runs a list up to its first requests, `send` from their answers to the next requests, or
@@ -512,6 +503,17 @@ def merge_lists(
                 merged[key], layers[key] = done.value
                 del due[key]
     return merged, layers
+
+
+def merge(
+    items: list[dict], key: str, complete: Complete, group_size: int = 32, patience: int = 3
+) -> tuple[list[dict], list[dict]]:
+    """Algorithm 3 on one list: the merged entries under new ids, and a record per layer.
+
+    The arguments are those of `merge_by_layers`. A bank has two lists: see `merge_lists`.
+    """
+    merged, layers = merge_lists({key: items}, complete, group_size, patience)
+    return merged[key], layers[key]
 
 
 def _with_sources_in(group: list[dict], item: dict) -> dict:

@@ -69,7 +69,7 @@ class Signals:
     def receive(self, *_: object) -> None:
         """Note a signal, or end the process. It may interrupt a print, so we use os.write."""
         now = time.monotonic()
-        waits = self.in_step and now - (self.first or now) <= 1
+        waits = self.in_step and now - (self.first or now) <= 1  # the first one, and its repeats
         wait = b"\nfinishing this step, then stopping; once more stops at once\n"
         if is_first_rank() and not (waits and self.first):
             os.write(2, wait if waits else b"\nInterrupted. Run the same command to continue.\n")

@@ -51,10 +51,11 @@ class Rule:
 def setting(default: Any, help: str, group: str = "the method", **rule: Any) -> Any:
     """A setting: its default, and its `Rule`. A subclass may write just another default.
 
-    free: may change when a run continues, which is then recorded: no number depends on it but the
-    rate on --steps, and what we compare anyway, such as the problems. In eval.py: samples do not
-    depend on it, or their digests have its content. brings: a flag and a preset override these
-    defaults; of two settings that bring the same one, the setting that is declared later wins.
+    free, of a run: may change when it continues, which is then recorded. No number depends on it,
+    but the rate on --steps, and what we compare anyway, such as the problems. free, of eval.py: no
+    sample depends on it, or the samples' digests have its content. brings: a flag and a preset
+    override these defaults; of two settings that bring the same one, the setting that is declared
+    later wins.
     """
     return field(default=default, metadata={"rule": Rule(help, group, **rule)})
 
@@ -121,13 +122,13 @@ class Common:
             rules |= {
                 f.name: replace(f.metadata["rule"], value_type=types[f.name])
                 for f in fields(base)
-                if f.metadata
+                if f.metadata  # a bare default has none: the rule from above stays
             }
         for f in fields(cls):
             if f.name not in rules:
                 fix = "mend the name, or write setting(...) behind it"
                 raise TypeError(f"{cls.__name__}.{f.name}: no setting; {fix}")
-            if getattr(cls, f.name) != f.default:  # it was written without a type
+            if getattr(cls, f.name) != f.default:  # without a type it is no field's default
                 fix = "write its type behind the name, and @dataclass(frozen=True) above the class"
                 raise TypeError(f"{cls.__name__}.{f.name}: dataclasses ignore this default; {fix}")
         return {  # those of both programs behind a program's own

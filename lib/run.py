@@ -686,7 +686,7 @@ def add_adapters(run: Run, rank: int, alpha: Any) -> None:
 
 def cut(run: Run) -> None:
     """Remove all that came after the last checkpoint, and what a kill has left unfinished."""
-    evolved = -1  # the last step whose bank and replies stay
+    evolved = -1  # the last step whose bank and replies stay; the cold start's is 0
     if run.bank is not None:
         evolved = run.step
         if evolution_is_due(run):

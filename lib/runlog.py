@@ -28,7 +28,7 @@ ALIKE = {  # if no group had right and wrong solutions: what to do, by the share
     0.0: "all were wrong; if their verdicts are right, take easier problems, or more --generations",
     1.0: "all were right; take harder problems, or more --generations",
 }
-# Column names that a method's own numbers may not use.
+# Names that a method's own numbers may not use; `summarize` takes all other numbers as such.
 TAKEN = (
     "index step r reward loss unmasked clipped first_gap audit bank_skills bank_mistakes".split()
 )
@@ -96,7 +96,7 @@ def rollout_row(
         row |= {
             "unmasked": int(mask_T.sum()),
             "clipped": int((delta_KT[:, mask_T].abs() > c_delta).sum()),
-            "first_gap": delta_KT[:, 0].tolist(),
+            "first_gap": delta_KT[:, 0].tolist(),  # no solution is empty (`leave_out_long`)
         }
     return joined(row, result.numbers)
 
