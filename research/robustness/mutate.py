@@ -62,7 +62,7 @@ CHANGES = {
         Change("rho_K.detach() * lbar_K).sum()", "lbar_K).sum()", "spec/objective eq16"),
         Change("/ (m_T.sum() + EPS) * g_KT", "/ len(m_T) * g_KT", "spec/gradient eq20"),
         Change("step, x.id, epoch)", "step, x.id)", "spec/step comes_twice"),
-        Change('["rho"].any() and loss.isfinite()', '["rho"].any()', "spec/step no_number"),
+        Change("rho_K.any() or not loss.isfinite()", "rho_K.any()", "spec/step no_number"),
         Change("(result.loss / cfg.batch_size)", "result.loss", "spec/step lines_2_to_16"),
         Change("(params, cfg.grad_clip)", "(params, math.inf)", "spec/step lines_2_to_16"),
         Change("1 - (step - 1) / cfg.steps", "1 - step / cfg.steps", "spec/step lines_2_to_16"),
@@ -128,9 +128,7 @@ CHANGES = {
             "if success > success_gate",
             "spec/algorithms alg4_lines_1",
         ),
-        Change(
-            "return bool(window) and evolve", "return evolve", "life/continue killed_everywhere"
-        ),
+        Change("return bool(self.window) and e", "return e", "life/continue killed_everywhere"),
         Change("limited[larger].pop()", "limited[larger].pop(0)", "spec/algorithms alg4_line_13"),
         Change(
             '"lost_replies": lost + lost_in(layers),',
