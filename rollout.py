@@ -27,7 +27,7 @@ from transformers.cache_utils import LinearAttentionAndFullAttentionLayer as Hyb
 
 THINK = ("<think>", "</think>")
 TURN_TOKENS = {"cpu": 16}  # tokens per call of `generate`, 64 on a GPU; then finished rows leave
-FREE_PLACES = 64  # free places behind a layer's keys and values, for a turn's tokens or more
+FREE_PLACES = 64  # free places behind a layer's keys and values; a turn has no more tokens
 READ_TOKENS = 16384  # limit of one prefill, with padding: its mask has rows x longest^2 numbers
 # Share of a GPU's memory for weights and cache. The rest is for a prefill of 38,912 tokens (8B: 6
 # GB), the logits of 64 rows and a layer's second copy (estimated, not measured).
@@ -252,15 +252,12 @@ def stream(
     try:
         token_bytes, row_bytes = cache_bytes(causal)
         places = places or cache_places(causal.device, token_bytes)
-        # Per row: a turn (at most FREE_PLACES tokens), free places, states.
-        extra = 2 * FREE_PLACES + row_bytes / token_bytes
+        extra = 2 * FREE_PLACES + row_bytes / token_bytes  # per row: a turn, free places, states
         yield [job for job in jobs if job.done]  # whose prompts fill the context
         while waiting or running:
             while pack := _next_pack(waiting, running, rows, places, extra):
-                # We read new rows alone, and sample their first tokens: then their cache, too,
-                # lacks only the last ones, and joins the others'.
                 fresh = _empty_cache(causal)
-                _decode(causal, pack, fresh, 1, sampling, stops)
+                _decode(causal, pack, fresh, 1, sampling, stops)  # reads all, samples the first
                 running += pack
                 width = _width(running) - 1
                 cache = _gathered([cache, fresh], slice(None), width) if cache else fresh
