@@ -146,8 +146,9 @@ def checkpoints_of(path: str) -> list[pathlib.Path]:
         return [place]
     place = place.resolve()
     steps = [*files.by_step(place / "checkpoints").values()]
+    is_run = (place / "problems.json").exists()
+    # (A run, too, has a config.json.)
     has_model = any((place / f"{kind}.json").exists() for kind in ("config", "adapter_config"))
-    is_run = (place / "problems.json").exists()  # its config.json is no model's
     if not steps and (is_run or not has_model):
         raise ValueError(
             f"{path}: no model, adapter or checkpoint is there; give a model, an adapter or a "
@@ -162,7 +163,8 @@ def run_of(place: pathlib.Path) -> pathlib.Path | None:
     return place.parent.parent if is_checkpoint else None
 
 
-# Its trainer's, beside a model; in files.BESIDE_A_MODEL they would change older digests.
+# Files that TRL's trainer leaves beside a model. `files.is_of_a_model` does not leave them out: it
+# would change the digests of older results.
 OF_TRL = ("trainer_state.json", "training_args.bin")
 
 
@@ -172,7 +174,7 @@ def base_of(place: pathlib.Path, base: str) -> str:
     ValueError for a damaged checkpoint, and if the base is a path that is not there, such as one of
     another machine.
     """
-    needed = {}  # the trainer's files may be gone
+    needed = {}  # its files but those of a trainer, which may be gone
     for name, digest in files.digests_of(place).items():
         if files.is_of_a_model(pathlib.Path(name)) and name not in OF_TRL:
             needed[name] = digest
@@ -226,9 +228,9 @@ def filled(cfg: EvalConfig, policies: list[Policy]) -> EvalConfig:
     """The settings, with verifier and fields where the command leaves them open.
 
     They are those of the policies' runs. Without a run they are training's defaults, and sets that
-    have a name here have their own (`problems.SETS`). A mark before the answer belongs to the run's
-    field: if the command names another one, there is no mark. ValueError if runs differ, or if sets
-    need two verifiers.
+    have a name here have their own (`problems.SETS`). If the command names another --answer-field
+    than the run's, we do not take over the run's --answer-after. ValueError if runs differ, or if
+    sets need two verifiers.
     """
     named = [source for source in cfg.data if source in problems.SETS]
     has_files = len(named) < len(cfg.data)  # named sets alone need nothing of a run
@@ -576,7 +578,7 @@ def evaluate(cfg: EvalConfig, world: World) -> None:
             verifier = held.enter_context(verify.load_judge(cfg.verifier)(cfg.verify_timeout))
             sets = load_sets(cfg) if world.main else {}
             missing = prepare(policies, sets, digests, cfg, world, held) if world.main else None
-            missing = distributed.broadcast(missing, world)  # rank 0 alone knows the other samples
+            missing = distributed.broadcast(missing, world)  # those that are drawn stay on rank 0
         held.enter_context(command.one_line_errors(cfg.program, *command.LATER))
         for policy, lacking in zip(policies, missing):
             if lacking:

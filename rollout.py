@@ -27,7 +27,8 @@ from transformers.cache_utils import LinearAttentionAndFullAttentionLayer as Hyb
 
 THINK = ("<think>", "</think>")
 TURN_TOKENS = {"cpu": 16}  # tokens per call of `generate`, 64 on a GPU; then finished rows leave
-FREE_PLACES = 64  # free places behind a layer's keys and values; a turn has no more tokens
+# Most tokens of a turn. A layer's buffers have as many free places behind their keys and values.
+FREE_PLACES = 64
 READ_TOKENS = 16384  # limit of one prefill, with padding: its mask has rows x longest^2 numbers
 # Share of a GPU's memory for weights and cache. The rest is for a prefill of 38,912 tokens (8B: 6
 # GB), the logits of 64 rows and a layer's second copy (estimated, not measured).
@@ -226,7 +227,7 @@ class Job:
 def stream(
     model, tokenizer, jobs: Sequence[Job], sampling: Sampling, rows: int, places: float = 0
 ) -> Iterator[list[Job]]:
-    """Decode jobs, and yield after each turn those that it has finished, perhaps none.
+    """Decode jobs, some tokens a turn, and yield after each turn those that are done, if any.
 
     rows: maximum number of jobs decoded at once, each a row of the batch; when one is done, the
     next joins. places: maximum number of tokens in the cache, with padding and free places; 0: as
@@ -252,7 +253,7 @@ def stream(
     try:
         token_bytes, row_bytes = cache_bytes(causal)
         places = places or cache_places(causal.device, token_bytes)
-        extra = 2 * FREE_PLACES + row_bytes / token_bytes  # per row: a turn, free places, states
+        extra = 2 * FREE_PLACES + row_bytes / token_bytes  # a row's turn, free places and states
         yield [job for job in jobs if job.done]  # whose prompts fill the context
         while waiting or running:
             while pack := _next_pack(waiting, running, rows, places, extra):
@@ -398,7 +399,10 @@ class RoomyLayer(DynamicLayer):
         return self.keys, self.values
 
     def hold(self, keys: list, values: list, width: int, spare: int = FREE_PLACES) -> None:
-        """Join the rows of these tensors, each cut or padded on the left to `width` places."""
+        """Join the rows of these tensors, each cut or padded on the left to `width` places.
+
+        Behind them the buffers have `spare` free places.
+        """
         self.buffers: list[Tensor] = []
         for parts in (keys, values):
             padded = [pad(x, (0, 0, width - x.shape[2], spare)) for x in parts]

@@ -5,7 +5,7 @@ on slices of positions, in fp32, so that logits of shape [N, V] never exist as a
 cuDNN's attention must be off, as `distributed.init` does (S25).
 
 Dimension key: B rows, L places of a padded row, K teachers, T completion tokens, N completion
-tokens of all rows, V vocabulary, D hidden size, n positions of one slice.
+tokens of all rows, V vocabulary, D hidden size, n positions of one slice; x is D or V.
 """
 
 import contextlib
@@ -140,7 +140,7 @@ def over_slices(
                 logits.append(logits_nV if temperature == 1 else logits_nV / temperature)
         return f(ids_n, *logits)
 
-    # With a gradient, memory also holds the results of f and the gradients of both.
+    # With a gradient, memory holds four of them: logits, what f makes of them, both's gradients.
     copies = len(states) * (4 if torch.is_grad_enabled() else 1)
     most = SLICE_LOGITS.get(weight_VD.device.type, 1 << 27)
     rows = max(1, most // (weight_VD.shape[0] * copies))

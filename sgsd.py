@@ -16,7 +16,7 @@ from it (-1). If its opinion is too weak, it is ignored (0).
     torchrun --nproc_per_node 8 sgsd.py --model Qwen/Qwen3-1.7B          train, or continue
     python eval.py runs/sgsd/checkpoints/step_000200                     avg@12
 
-This file is Algorithm 1, inside out: the objective, a step, the bank's schedule, the loop.
+This file is Algorithm 1, from the inside out: the objective, a step, the bank, the loop.
 Retrieval and Algorithms 2 to 4 are in skills.py, the wording of prompts in prompts/, sampling in
 rollout.py, the scoring of given tokens in scoring.py, settings with their sources in lib/config.py,
 what a run keeps on disk in lib/run.py. Tags such as S3 and D7 are rows of docs/decisions.md.
@@ -189,7 +189,8 @@ def gated_loss(delta: Tensor, tau_g: float) -> Tensor:
     """l_gate = log 2 - log(1 + exp(-delta^2 / (2 tau_g))) (Eq. 14, §2.5), elementwise.
 
     In [0, log 2]. At every fp32 gap from 6e-5 to 10, with tau_g = 1, the slope is right to 2e-6
-    (relative) and the value to 6.4e-8: it may be 0 at gaps below 0.00025, which only the logs show.
+    (relative) and the value to 6.4e-8. So the value may be 0 at gaps below 0.00025, but we train by
+    the slope; the value only goes to the logs.
     """
     return math.log(2) - torch.nn.functional.softplus(-(delta**2) / (2 * tau_g))
 
@@ -330,8 +331,8 @@ def teacher_prompts(
     r"""The K teachers' pairs and prompts c_k(x), as ids (Eq. 3, Fig. 6).
 
     We leave out a teacher whose prompt does not fit the model's context with the solution (S35).
-    A prompt has all fields of its pair but a mistake's `why_it_happens`.
-    A skill's title, principle and when to apply it; a mistake's description and how to avoid it:
+    A prompt has all fields of its pair but a mistake's `why_it_happens`: a skill's title, principle
+    and when to apply it, a mistake's description and how to avoid it. For example:
 
     <|im_start|>user
     You may use the following retrieved math-reasoning guidance as soft guidance.
@@ -386,7 +387,8 @@ def solve(run: Run, jobs: list[Job]) -> list[Rollout]:
     """
     cfg = run.cfg
     sampling = Sampling(cfg.temperature, cfg.top_p, cfg.top_k, cfg.max_new_tokens)
-    # A turn is a list of jobs that are done. The loop below draws them, and judges each turn.
+    # `turns` is lazy: the loop below makes it decode, some tokens a turn, and judges the jobs that
+    # are done after each turn.
     turns = run.stream(jobs, sampling, cfg.rollout_rows or max(1, len(jobs)))
     roll_of: dict[int, Rollout] = {}
     for judged in rollout.rollouts(run.tokenizer, run.stops, run.verifier, turns):
@@ -641,7 +643,7 @@ def train(run: Run, step_fn: Any = train_step) -> int:
         run.skipped = 0 if math.isfinite(norm) else run.skipped + 1
         if cfg.evolves:
             run.bank.remember(rows)  # W of Algorithm 4
-        run.log(rows, norm)  # on every rank; only a run that continues reads what it writes
+        run.log(rows, norm)  # all ranks call it, and rank 0 writes
         if run.save_is_due():  # each --checkpoint-every steps, after the last, before an evolution
             run.save()
         if should_stop(run):  # after a signal on any rank, or the third bad step in a row

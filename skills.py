@@ -175,7 +175,8 @@ class SkillBank:
     def _vectors(self, key: str, embed: Callable[[list[str]], Any]) -> np.ndarray:
         """Unit vectors of a list's entries [n, d]; we embed the list again if its texts change.
 
-        Always in one call, because an encoder's rounding may depend on what it embeds together.
+        All of it, even for one new entry: of another encoder than `lib.model.load_encoder`'s, the
+        rounding may depend on what it embeds together.
         """
         texts = tuple(entry_text(entry, key) for entry in self.collection(key))
         if (embed, texts) not in self._embedded:
@@ -307,10 +308,12 @@ def render_merge(items: list[dict], key: str) -> str:
 # A reply may have prose, thinking and code fences around its JSON, LaTeX in its strings, or a comma
 # too many. It may also break off.
 
-# Where an object or a list begins. If group 1 is empty, it may be a bracket in prose.
+# Where an object or a list may begin. If a string or another bracket follows (group 1), it is no
+# bracket in prose.
 _OPENING = re.compile(r'[{\[](\s*[{\["])?')
 # LaTeX commands begin like JSON's \b, \f, \n, \r and \t. Of these escapes, models mean only the
-# line feed and the tab. The commands that begin with n:
+# line feed and the tab. A letter hardly ever follows the tab, but often the line feed; so these are
+# the commands that begin with n:
 _COMMANDS = (
     "nabla|natural|ne|nearrow|neg|neq|newline|nexists|ngeq|ngtr|ni|nleq|nleqslant|nless|nmid|"
     "nolimits|nonumber|not|notin|nparallel|nprec|nsim|nsubseteq|nsucceq|nu|num|nwarrow"
@@ -367,7 +370,7 @@ def _json_values(text: str) -> tuple[list[Any], bool]:
             values.append(value)
         except (ValueError, RecursionError):
             at = opening.start() + 1  # prose, or JSON that breaks off: look inside
-            if opening[1]:
+            if opening[1]:  # no prose
                 whole = False
     return values, whole
 
@@ -431,9 +434,9 @@ def merge_by_layers(items: list[dict], key: str, group_size: int, patience: int)
     Layer by layer we ask the writer to merge items that say the same, H at a time, in order. A
     group of one stays as it is. Merging ends after a layer that was a single group, or after P
     layers in a row that made the list no shorter.
-    At each layer, the first one of an empty list among them, the generator yields the requests,
-    waits, and is sent the items of each request's reply. Returns the merged entries under new ids,
-    and a record per layer.
+    At each layer the generator yields the requests, waits, and is sent the items of each request's
+    reply. An empty list, too, has a layer, without requests. Returns the merged entries under new
+    ids, and a record per layer.
     items: the candidates C. group_size: H. patience: P. A group stays as it is unless its reply is
     whole, has an item (S11), and has no more items than the group. If it has fewer, we take it that
     the writer joined some. A merged entry has the `sources` of its items.
@@ -451,7 +454,7 @@ def merge_by_layers(items: list[dict], key: str, group_size: int, patience: int)
         merged: list[dict] = []
         lost = 0
         for group in groups:
-            of_group = items_of_each.pop(0) if len(group) > 1 else group  # as in line 4
+            of_group = items_of_each.pop(0) if len(group) > 1 else group  # one was not asked
             if not of_group:
                 lost += 1
                 merged += group  # line 6

@@ -69,13 +69,16 @@ class Signals:
     def receive(self, *_: object) -> None:
         """Note a signal, or end the process. It may interrupt a print, so we use os.write."""
         now = time.monotonic()
-        waits = self.in_step and now - (self.first or now) <= 1  # the first one, and its repeats
-        wait = b"\nfinishing this step, then stopping; once more stops at once\n"
-        if is_first_rank() and not (waits and self.first):
-            os.write(2, wait if waits else b"\nInterrupted. Run the same command to continue.\n")
-        if not waits:
+        if self.in_step and not self.first:
+            self.first = now
+            self.say(b"finishing this step, then stopping; once more stops at once")
+        elif not self.in_step or now - self.first > 1:  # else it repeats the first one
+            self.say(b"Interrupted. Run the same command to continue.")
             os._exit(130)
-        self.first = self.first or now
+
+    def say(self, line: bytes) -> None:
+        if is_first_rank():
+            os.write(2, b"\n" + line + b"\n")
 
 
 def is_first_rank() -> bool:

@@ -30,7 +30,7 @@ class Rule:
     choices: tuple[str, ...] = ()
     least: float | None = None  # None: a number must be > 0
     most: float = math.inf
-    free: bool = False  # may change when a run continues; in eval.py: is in no sample's digest
+    free: bool = False  # may change when a run continues; in eval.py: is no part of a digest
     brings: Mapping[str, Any] = field(default_factory=dict)  # other defaults, where it is given
     metavar: str = ""  # what --help calls a value; "": by the type
     value_type: Any = None  # the field's: bool, int, float, str or tuple
@@ -51,11 +51,13 @@ class Rule:
 def setting(default: Any, help: str, group: str = "the method", **rule: Any) -> Any:
     """A setting: its default, and its `Rule`. A subclass may write just another default.
 
-    free, of a run: may change when it continues, which is then recorded. No number depends on it,
-    but the rate on --steps, and what we compare anyway, such as the problems. free, of eval.py: no
-    sample depends on it, or the samples' digests have its content. brings: a flag and a preset
-    override these defaults; of two settings that bring the same one, the setting that is declared
-    later wins.
+    free, of a run: the setting may change when the run continues, and config.json records that. No
+    number depends on such a setting, with two exceptions. The learning rate depends on --steps. And
+    settings such as --answer-field decide what is read: there we compare what was read.
+    free, of eval.py: no sample's digest has the setting itself. Either no sample depends on it, or
+    the digest has what it leads to, such as the prompt.
+    brings: a flag and a preset override these defaults; of two settings that bring the same one,
+    the setting that is declared later wins.
     """
     return field(default=default, metadata={"rule": Rule(help, group, **rule)})
 
@@ -128,10 +130,11 @@ class Common:
             if f.name not in rules:
                 fix = "mend the name, or write setting(...) behind it"
                 raise TypeError(f"{cls.__name__}.{f.name}: no setting; {fix}")
-            if getattr(cls, f.name) != f.default:  # without a type it is no field's default
+            # `seed = 1` in a subclass changes the class alone, `seed: int = 1` also the field.
+            if getattr(cls, f.name) != f.default:
                 fix = "write its type behind the name, and @dataclass(frozen=True) above the class"
                 raise TypeError(f"{cls.__name__}.{f.name}: dataclasses ignore this default; {fix}")
-        return {  # those of both programs behind a program's own
+        return {  # a program's own settings, then those of `Common`
             name: rules[name]
             for name in sorted(rules, key=lambda name: hasattr(Common, name))
             if not {name, rules[name].group} & cls.without
@@ -166,7 +169,7 @@ class Config(Common):
     )
     adapter: str = setting(
         "",
-        "begin with the weights of this checkpoint of --model; it brings its rank and alpha",
+        "begin with the weights of this checkpoint of --model, at its rank and alpha",
         "the model",
     )
     lora_rank: int = setting(64, "rank of the adapters; App. F.1", "the model")
@@ -413,7 +416,7 @@ class EvalConfig(Common):
     seed: int = setting(0, "seed of the samples", "the run", least=0, most=2**40)
     verifier: str = setting(
         "",
-        "verifier, as MODULE:CLASS; not given it is the run's, as are the fields, or mathematics",
+        "verifier, as MODULE:CLASS; if not given, the run's, or else mathematics",
         "the problems",
     )
     problem_field: str = ""  # "": as the run trained, or else training's default

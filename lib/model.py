@@ -212,10 +212,10 @@ def refuse_not_finite(tensors: Iterable[tuple[str, Tensor]]) -> None:
 def check_batching(model, ids: list[int]) -> None:
     """ValueError if decoding cannot batch the model. Rows join, leave, and are padded on the left.
 
-    ids: of any text. Both rows end on the last id; one has these ids under its padding, the other
-    zeros. If the logits of the next two tokens differ, padding leaks. (We compare two rows of one
-    batch because their rounding is the same, also in a mixture of experts.) On "meta" we look only
-    at the kinds of layers in the cache.
+    ids: of any text. We decode two rows of one token, the last of these ids, each behind masked
+    padding: zeros in one row, all of these ids in the other. If the logits of the next two tokens
+    differ, padding leaks. (We compare two rows of one batch because their rounding is the same,
+    also in a mixture of experts.) On "meta" we look only at the kinds of layers in the cache.
     """
     cache = DynamicCache(config=model.config)
     kinds = {type(layer).__name__ for layer in cache.layers}
@@ -231,6 +231,7 @@ def check_batching(model, ids: list[int]) -> None:
     settings = GenerationConfig(
         min_new_tokens=2, max_new_tokens=2, output_logits=True, return_dict_in_generate=True
     )
+    # `cache` was `past_key_values` before transformers 5.24.
     out = model.generate(ids_2L, settings, attention_mask=mask_2L, cache=cache)
     share = difference(*torch.stack(out.logits, 1))
     if not share <= 1e-3:  # also if it is no number

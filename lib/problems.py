@@ -79,7 +79,7 @@ def load_problems(
             raise ValueError(f"{where}: {e}") from None
         counts["rows"] += 1
         key = x.problem if unique else str(index)
-        if problem_field not in row and CJK.search(x.problem):
+        if problem_field not in row and CJK.search(x.problem):  # DAPO-Math's is in a chat
             counts["not_english"] += 1
         elif key in first_copies:
             counts["duplicates"] += 1
@@ -163,7 +163,7 @@ def _rows(source: str, split: str) -> Iterator[tuple[str, Any]]:
         yield from _json_rows(path)
     elif path.suffix == ".parquet":
         yield from _hub_rows(source, "parquet", split="train", data_files=source)
-    else:  # test.parquet of a folder is no training data: the library knows splits by name
+    else:  # also a folder: by its files' names the library tells which split each belongs to
         hub, _, configuration = source.partition(":")
         yield from _hub_rows(source, hub, split=split, name=configuration or None)
 

@@ -58,11 +58,11 @@ class Run:
     problems: list[Problem]
     step: int = 0
     checkpoint: pathlib.Path | None = None  # the last one's folder, when the command began
-    digests: dict[str, str] = field(default_factory=dict)  # of that checkpoint's files
-    # In use after that step; None: not made yet, or not used. We call its save, remember,
-    # evolution_is_due and retrieve, and read counts and window.
+    digests: dict[str, str] = field(default_factory=dict)  # of the files of `checkpoint`
+    # In use after `step`; None: not made yet, or not used. We call its save, remember,
+    # evolution_is_due and retrieve, read counts and window, and copy it without its window.
     bank: Any = None
-    skipped: int = 0  # steps in a row, up to that one, whose gradient was not finite
+    skipped: int = 0  # steps in a row, up to `step`, whose gradient was not finite
     memories: dict[str, dict] = field(default_factory=dict)  # from a killed cold start, by problem
     # What each rank loads.
     verifier: verify.Judge
@@ -156,7 +156,7 @@ class Run:
         files.write_json(self.out / "problems.json", fingerprints)
         if self.bank is not None:
             replace(self.bank, window=[]).save(self.out / "bank" / files.BANK)
-        self.track = runlog.open_tracker(self.out, self.manifest)  # it may fail
+        self.track = runlog.open_tracker(self.out, self.manifest)  # may fail, so before we print
         learn = sum(p.numel() for p in model.trained(self.lm).values()) if self.cfg.steps else 0
         print(f"model {self.cfg.model}: {learn:,} of {self.lm.num_parameters():,} parameters learn")
         if self.cfg.masks_tokens:
@@ -196,12 +196,15 @@ class Run:
             files.append_jsonl(self.out / f"{name}.jsonl", rows)
 
     def save_is_due(self) -> bool:
-        """Whether to save a checkpoint of the last step. We always save before an evolution."""
+        """Whether to save a checkpoint now, after the step that was just made.
+
+        We do every --checkpoint-every steps, after step --steps, and before each evolution.
+        """
         is_due = self.step % self.cfg.checkpoint_every == 0 or self.step == self.cfg.steps
         return is_due or evolution_is_due(self)
 
     def save(self) -> None:
-        """Rank 0 saves a checkpoint of the last step unless it exists; the other ranks wait."""
+        """Rank 0 saves a checkpoint of `step` unless it exists; the other ranks wait."""
         path = files.of_step(self.out / "checkpoints", self.step)
         if self.world.main and not path.exists():
             with files.whole(path) as folder:
@@ -278,23 +281,23 @@ def leave_out_long(
     context must leave for a solution. ValueError if no problem is left.
     """
     context = rollout.context_limit(run.lm)
-    room = min(run.cfg.max_prompt_tokens, context - reply)
-    held = f"the model's context of {context:.0f}"
+    most = min(run.cfg.max_prompt_tokens, context - reply)  # a longer prompt is left out
+    limit = f"the model's context of {context:.0f}"
     if reply > 1:
-        held += f", less {reply} for a solution, which a smaller --max-new-tokens lowers"
-    wanted = context - run.cfg.max_new_tokens  # a longer prompt leaves less than that limit
+        limit += f", less {reply} for a solution, which a smaller --max-new-tokens lowers"
+    roomy = context - run.cfg.max_new_tokens  # a longer prompt leaves less than --max-new-tokens
     lengths = [len(student_prompt(run, x.problem)) for x in run.problems]
-    kept = [x for x, tokens in zip(run.problems, lengths) if tokens <= room]
-    long = len(run.problems) - len(kept)
-    short = sum(wanted < tokens <= room for tokens in lengths)  # problems that it leaves less
+    kept = [x for x, tokens in zip(run.problems, lengths) if tokens <= most]
+    dropped = len(run.problems) - len(kept)
+    cramped = sum(roomy < tokens <= most for tokens in lengths)  # kept, with less for a solution
     line = (
-        f"{long} of {len(run.problems)} problems are left out, as their prompts have more than "
-        f"{room:.0f} tokens (--max-prompt-tokens, or {held}); of the others, that context leaves "
-        f"{short} fewer than --max-new-tokens"
+        f"{dropped} of {len(run.problems)} problems are left out, as their prompts have more than "
+        f"{most:.0f} tokens (--max-prompt-tokens, or {limit}); of the others, that context leaves "
+        f"{cramped} fewer than --max-new-tokens"
     )
     if not kept:
         raise ValueError(line)
-    if run.world.main and (long or short):
+    if run.world.main and (dropped or cramped):
         print(line)
     run.problems = kept
 
@@ -389,18 +392,19 @@ def shared_replies(run: Run, prompts: list[str], repeats: list[int]) -> list[str
         key = rollout.sample_key(run.cfg.seed, 0, prompt, repeat)
         if len(ids) < context:
             jobs[again if repeat else first].append(Job(i, ids, key=key, limit=limit))
-    cut = len(prompts) - sum(map(len, jobs.values()))  # those that are not asked
+    cut_replies = len(prompts) - sum(map(len, jobs.values()))  # of prompts that do not fit
     replies = [""] * len(prompts)
     for sampling in jobs:
         work = functools.partial(bank_stream(run), sampling=sampling)
         for turn in distributed.share_jobs(run.world, jobs[sampling], work, "writing"):
             for job in turn:
                 replies[job.index] = rollout.text_of(run.tokenizer, job.ids)
-                cut += len(job.prompt) + len(job.ids) >= context
-    if cut and run.world.main:
+                cut_replies += len(job.prompt) + len(job.ids) >= context
+    if cut_replies and run.world.main:
         tqdm.write(
-            f"bank: the model's context of {context:.0f} tokens cut {cut} of {len(prompts)} "
-            "replies; a model with a longer one helps, and for merges a smaller --merge-group-size"
+            f"bank: the model's context of {context:.0f} tokens cut {cut_replies} of "
+            f"{len(prompts)} replies; a model with a longer one helps, and for merges a smaller "
+            "--merge-group-size"
         )
     return replies
 
@@ -409,7 +413,7 @@ def shared_replies(run: Run, prompts: list[str], repeats: list[int]) -> list[str
 
 
 def stored_manifest(cfg: Config) -> dict[str, Any]:
-    """The config.json of the run in --out; {} if it is empty, ValueError if it has other files."""
+    """The config.json of the run in --out; {} for an empty folder, ValueError if it is no run's."""
     out = pathlib.Path(cfg.out)
     names = sorted(path.name for path in out.glob("[!.]*"))
     stored = {}

@@ -28,7 +28,8 @@ ALIKE = {  # if no group had right and wrong solutions: what to do, by the share
     0.0: "all were wrong; if their verdicts are right, take easier problems, or more --generations",
     1.0: "all were right; take harder problems, or more --generations",
 }
-# Names that a method's own numbers may not use; `summarize` takes all other numbers as such.
+# Names of numbers that are not a method's own. `summarize` takes each other number of a row for one
+# of the method's own, and averages it.
 TAKEN = (
     "index step r reward loss unmasked clipped first_gap audit bank_skills bank_mistakes".split()
 )

@@ -197,7 +197,10 @@ def respell(answer: str) -> str:
 
 
 def math_verdict(gold: str, pred: str) -> bool:
-    r"""math-verify's verdict; its settings alone would let 2^\infty equal a tenth of references."""
+    r"""math-verify's verdict, with rules of ours before and after it.
+
+    Without INFINITE, for example, it would call 2^\infty equal to a tenth of references.
+    """
     from math_verify import verify
 
     gold = respell(gold)
@@ -298,7 +301,7 @@ class Verifier(Judge):
         env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
         command = [sys.executable, os.path.abspath(__file__), str(self.timeout_s)]
         worker: Any = Popen(command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, env=env, text=True)
-        if worker.stdout.readline() != "true\n":
+        if worker.stdout.readline() != "true\n":  # the line that `main` begins with
             raise ImportError("the verifier did not start; does `import math_verify` work?")
         return worker
 
