@@ -44,8 +44,9 @@ def init(device: str = "auto") -> World:
     size = int(os.environ.get("WORLD_SIZE", 1))
     local = int(os.environ.get("LOCAL_RANK", 0))
     here = torch.device("cpu")
-    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # read at the first use of the device
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name of the same setting
         # The cache of `generate` keeps moving to longer buffers, which soon fit no fixed block.
+        # (torch reads this at the first use of the device.)
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     # Adapters and encoder are fp32 (S22). A container may turn on TF32, which would round them.
     torch.set_float32_matmul_precision("highest")
@@ -194,4 +195,5 @@ def share_jobs(
             left -= len(results)
             bar.update(len(results))
             yield results
-    # Nothing uses `turns` any more, so Python closes it and what it draws from.
+    # All results are there, but `turns` has not ended. Here Python closes it, so that the `finally`
+    # of `rollout.stream` puts the model back into train mode.

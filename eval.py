@@ -48,8 +48,8 @@ from lib.problems import Problem
 from rollout import Job, Rollout
 
 # --------------------------------------------------------------------------- the metrics
-# Copy from here to the next rule. They import math, NumPy as np, collections.Counter; Callable,
-# Hashable and Sequence of collections.abc; typing.Any.
+# Copy from here to the next line of dashes, and of the imports above math, NumPy as np,
+# collections.Counter; Callable, Hashable and Sequence of collections.abc; typing.Any.
 
 
 def avg_at_k(correct_PK: np.ndarray) -> float:
@@ -163,8 +163,8 @@ def run_of(place: pathlib.Path) -> pathlib.Path | None:
     return place.parent.parent if is_checkpoint else None
 
 
-# Files that TRL's trainer leaves beside a model. `files.is_of_a_model` does not leave them out: it
-# would change the digests of older results.
+# Files that TRL's trainer leaves beside a model. For `files.is_of_a_model` they are the model's:
+# without them the digests of older results would change.
 OF_TRL = ("trainer_state.json", "training_args.bin")
 
 
@@ -227,10 +227,10 @@ Sets = dict[str, list[Problem]]  # by the set's name
 def filled(cfg: EvalConfig, policies: list[Policy]) -> EvalConfig:
     """The settings, with verifier and fields where the command leaves them open.
 
-    They are those of the policies' runs. Without a run they are training's defaults, and sets that
-    have a name here have their own (`problems.SETS`). If the command names another --answer-field
-    than the run's, we do not take over the run's --answer-after. ValueError if runs differ, or if
-    sets need two verifiers.
+    For files and hub ids they are those of the policies' runs, or without a run training's. Sets
+    that have a name here are mathematics, and have their own fields (`problems.SETS`). If the
+    command names another --answer-field than the run's, we do not take over the run's
+    --answer-after. ValueError if runs differ, or if sets need two verifiers.
     """
     named = [source for source in cfg.data if source in problems.SETS]
     has_files = len(named) < len(cfg.data)  # named sets alone need nothing of a run
@@ -256,7 +256,7 @@ def filled(cfg: EvalConfig, policies: list[Policy]) -> EvalConfig:
             raise ValueError(f"{config.flag(name)}: {rule}; name one, or evaluate one by one")
         (reading[name],) = values
         taken_over[name] = reading[name]
-    if named and reading["verifier"] not in (MATHEMATICS, cfg.verifier):
+    if named and taken_over.get("verifier", MATHEMATICS) != MATHEMATICS:
         rule = f"mathematics, and the run's verifier is {reading['verifier']}"
         raise ValueError(f"--data {' '.join(named)}: {rule}; give one --verifier, or two commands")
     words = config.flags_that_differ(taken_over, asdict(config.Common()))
@@ -578,7 +578,8 @@ def evaluate(cfg: EvalConfig, world: World) -> None:
             verifier = held.enter_context(verify.load_judge(cfg.verifier)(cfg.verify_timeout))
             sets = load_sets(cfg) if world.main else {}
             missing = prepare(policies, sets, digests, cfg, world, held) if world.main else None
-            missing = distributed.broadcast(missing, world)  # those that are drawn stay on rank 0
+            # The samples of earlier commands stay on rank 0.
+            missing = distributed.broadcast(missing, world)
         held.enter_context(command.one_line_errors(cfg.program, *command.LATER))
         for policy, lacking in zip(policies, missing):
             if lacking:

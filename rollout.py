@@ -26,9 +26,9 @@ from transformers.cache_utils import DynamicLayer
 from transformers.cache_utils import LinearAttentionAndFullAttentionLayer as HybridLayer
 
 THINK = ("<think>", "</think>")
-TURN_TOKENS = {"cpu": 16}  # tokens per call of `generate`, 64 on a GPU; then finished rows leave
-# Most tokens of a turn. A layer's buffers have as many free places behind their keys and values.
-FREE_PLACES = 64
+LONGEST_TURN = 64  # tokens per call of `generate`; then finished rows leave
+TURN_TOKENS = {"cpu": 16}  # where it is not LONGEST_TURN
+FREE_PLACES = 64  # that a layer's buffers have behind their keys and values
 READ_TOKENS = 16384  # limit of one prefill, with padding: its mask has rows x longest^2 numbers
 # Share of a GPU's memory for weights and cache. The rest is for a prefill of 38,912 tokens (8B: 6
 # GB), the logits of 64 rows and a layer's second copy (estimated, not measured).
@@ -202,7 +202,7 @@ class KeyedDraw(LogitsProcessor):
 class Job:
     """A prompt to complete. `stream` fills in the sampled ids, and sets `done` after the last."""
 
-    index: int  # its place among the caller's jobs
+    index: int  # the caller's number of it
     prompt: list[int]
     key: int  # a `sample_key`
     limit: int | None = None  # most tokens of the completion; None: the sampling's max_new_tokens
@@ -234,9 +234,9 @@ def stream(
     many as memory holds. When rows outgrow it, those that joined last leave, wait and are prefilled
     again later; one row always stays. A job's sampled ids end on a stop id, at its limit, or with
     the model's context (S35); there are none if its prompt fills the context.
-    We call Hugging Face's `generate` for TURN_TOKENS at a time, and keep the cache between calls.
-    The model's own generation_config has no effect. The model is in eval mode until the stream
-    ends: in train mode with activation checkpointing some, such as GPT-2, decode without a cache.
+    A turn is a call of Hugging Face's `generate`, of at most LONGEST_TURN tokens; we keep the cache
+    between calls. The model's own generation_config has no effect. The model is in eval mode until
+    the stream ends: with activation checkpointing, some in train mode decode without a cache.
     Raises ValueError on an empty prompt, on rows < 1, and as `stop_ids` does.
     """
     if rows < 1 or not all(job.prompt for job in jobs):
@@ -253,7 +253,7 @@ def stream(
     try:
         token_bytes, row_bytes = cache_bytes(causal)
         places = places or cache_places(causal.device, token_bytes)
-        extra = 2 * FREE_PLACES + row_bytes / token_bytes  # a row's turn, free places and states
+        extra = LONGEST_TURN + FREE_PLACES + row_bytes / token_bytes  # per row; in tokens
         yield [job for job in jobs if job.done]  # whose prompts fill the context
         while waiting or running:
             while pack := _next_pack(waiting, running, rows, places, extra):
@@ -301,7 +301,7 @@ def _next_pack(
 
 def _turn(causal, jobs: list[Job]) -> int:
     """Tokens of the next turn: as many as some job wants, within the longest row's context."""
-    most = TURN_TOKENS.get(causal.device.type, 64)
+    most = TURN_TOKENS.get(causal.device.type, LONGEST_TURN)
     left = context_limit(causal) - _width(jobs)  # above 0, as a row at the context's end is done
     return int(min(most, max(job.tokens_left for job in jobs), left))
 

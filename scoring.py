@@ -42,8 +42,8 @@ def token_logprobs(
     if not any(lengths):
         return torch.zeros(len(lengths), 0, device=causal_lm(model).device)
     with torch.set_grad_enabled(grad):
-        x_N, ids_N = predictors(model, prompt_ids, completion_ids)
-        logp_N = over_slices(model, [x_N], ids_N, logprob_of, temperature)
+        states_Nx, ids_N = predictors(model, prompt_ids, completion_ids)
+        logp_N = over_slices(model, [states_Nx], ids_N, logprob_of, temperature)
     return pad_sequence(logp_N.split(lengths), batch_first=True)
 
 
@@ -90,8 +90,9 @@ def predictors(
 ) -> tuple[Tensor, Tensor]:
     """The vectors that predict each completion token, row after row, and the tokens' ids.
 
-    Returns x_N and ids_N. x_N holds the last hidden states [N, D], or the full logits [N, V] of a
-    model whose head is more than a matrix product. Raises ValueError as `token_logprobs` does.
+    Returns states_Nx and ids_N. The states are the last hidden ones [N, D], or the full logits
+    [N, V] of a model whose head is more than a matrix product. Raises ValueError as
+    `token_logprobs` does.
     """
     if len(prompt_ids) != len(completion_ids) or not all(prompt_ids):
         raise ValueError(

@@ -189,8 +189,8 @@ def gated_loss(delta: Tensor, tau_g: float) -> Tensor:
     """l_gate = log 2 - log(1 + exp(-delta^2 / (2 tau_g))) (Eq. 14, §2.5), elementwise.
 
     In [0, log 2]. At every fp32 gap from 6e-5 to 10, with tau_g = 1, the slope is right to 2e-6
-    (relative) and the value to 6.4e-8. So the value may be 0 at gaps below 0.00025, but we train by
-    the slope; the value only goes to the logs.
+    (relative) and the value to 6.4e-8 (absolute). So the value may be 0 at gaps below 0.00025, but
+    we train by the slope; the value only goes to the logs.
     """
     return math.log(2) - torch.nn.functional.softplus(-(delta**2) / (2 * tau_g))
 
@@ -287,7 +287,7 @@ def token_credit(
 #   10  gaps and robust supports, 11 polarities, 12 gated losses, 14 their sum: loss_of
 #   16  update the policy                     optimizer_step
 #   17  update the bank                       evolve_bank
-# We sample (7) before we retrieve (4), so that a teacher's prompt could hold what was sampled.
+# We sample (7) before we retrieve (4), for methods whose teachers read what was sampled.
 
 
 class RolloutLoss(NamedTuple):
@@ -300,7 +300,7 @@ class RolloutLoss(NamedTuple):
 
 
 def reward(roll: Rollout) -> float:
-    """Training reward of a rollout; by default the verifier's ±1.
+    """Training reward of a rollout: the verifier's ±1. Edit this function for another one.
 
     SGSD's loss takes -1 or +1. Evaluation, the bank's memories and its success gate use the verdict
     itself, so another reward does not change them.
@@ -514,7 +514,7 @@ def log_row(run: Run, step: int, index: int, roll: Rollout, result: RolloutLoss)
 #     item and no more than the group; else the group stays.
 #   - So layer by layer, until a layer was one group, or P layers in a row did not shorten the list.
 #   - Both lists' prompts of a layer go out in one call.
-# Algorithm 4, the evolution, after every F-th step, the last among them (skills.evolve):
+# Algorithm 4, the evolution, after each step that F divides, also the run's last (skills.evolve):
 #   - W holds all rollouts of the last F steps. If a share of gamma or more is right, the bank
 #     stays. Else items are extracted from each, as in Algorithm 2.
 #   - An item that repeats a static entry, but for upper and lower case, is dropped (D11). The rest

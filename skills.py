@@ -117,7 +117,7 @@ class SkillBank:
             "metadata": self.metadata,
             **({"window": self.window} if self.window else {}),
         }
-        path = pathlib.Path(path)
+        path = pathlib.Path(path)  # without lib/files.py: this file can be copied alone
         path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = path.with_name(f".{path.name}.tmp")
         with open(unfinished, "w", encoding="utf-8", errors="backslashreplace") as f:
@@ -300,7 +300,7 @@ def render_extraction(memory: dict, key: str) -> str:
 
 def render_merge(items: list[dict], key: str) -> str:
     """The prompt to merge a group of items (Alg. 3, line 5). It shows their three fields alone."""
-    shown = [item_of(entry, key) or entry for entry in items]
+    shown = [item_of(entry, key) for entry in items]
     return render(f"merge_{KINDS[key].name}s", {"items_json": as_json(shown)})
 
 
@@ -311,9 +311,8 @@ def render_merge(items: list[dict], key: str) -> str:
 # Where an object or a list may begin. If a string or another bracket follows (group 1), it is no
 # bracket in prose.
 _OPENING = re.compile(r'[{\[](\s*[{\["])?')
-# LaTeX commands begin like JSON's \b, \f, \n, \r and \t. Of these escapes, models mean only the
-# line feed and the tab. A letter hardly ever follows the tab, but often the line feed; so these are
-# the commands that begin with n:
+# LaTeX commands begin like JSON's \b, \f, \n, \r and \t. We read \b, \f and \r always as LaTeX, \t
+# if a letter follows, and \n if it begins one of these commands:
 _COMMANDS = (
     "nabla|natural|ne|nearrow|neg|neq|newline|nexists|ngeq|ngtr|ni|nleq|nleqslant|nless|nmid|"
     "nolimits|nonumber|not|notin|nparallel|nprec|nsim|nsubseteq|nsucceq|nu|num|nwarrow"
@@ -322,7 +321,7 @@ _COMMANDS = (
 _BACKSLASH = re.compile(
     rf'(\\[\\"/]|\\u[0-9a-fA-F]{{4}}|\\(?!(?:{_COMMANDS})(?![a-zA-Z]))n|\\t(?![a-zA-Z]))|\\'
 )
-# Either a string (group 1), whose commas stay, or a comma and a closing bracket (group 2). In JSON
+# Either a string (group 1), which stays, or a comma, which goes, and a bracket (group 2). In JSON
 # a string follows one of four characters, so a quotation mark in prose hardly ever begins one.
 _TRAILING_COMMA = re.compile(r'([\[{,:]\s*"(?:[^"\\]|\\.)*")|,(\s*[}\]])', re.DOTALL)
 
@@ -454,7 +453,7 @@ def merge_by_layers(items: list[dict], key: str, group_size: int, patience: int)
         merged: list[dict] = []
         lost = 0
         for group in groups:
-            of_group = items_of_each.pop(0) if len(group) > 1 else group  # one was not asked
+            of_group = items_of_each.pop(0) if len(group) > 1 else group  # line 4
             if not of_group:
                 lost += 1
                 merged += group  # line 6

@@ -30,7 +30,7 @@ class Rule:
     choices: tuple[str, ...] = ()
     least: float | None = None  # None: a number must be > 0
     most: float = math.inf
-    free: bool = False  # may change when a run continues; in eval.py: is no part of a digest
+    free: bool = False  # may change when a run continues; eval.py: is in no sample's digest itself
     brings: Mapping[str, Any] = field(default_factory=dict)  # other defaults, where it is given
     metavar: str = ""  # what --help calls a value; "": by the type
     value_type: Any = None  # the field's: bool, int, float, str or tuple
@@ -455,7 +455,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "cold_start_temperature": 1.1,  # as in training: the model cannot think
         "cold_start_tokens": 96,
         "cold_start_thinking": False,
-        "evolve_every": 10,  # after 20 steps the success gate closes
+        "evolve_every": 10,  # after 20 steps the success is above the gate, so the bank stays
         "merge_group_size": 8,  # the model learnt to merge eight items
         "reply_tokens": 640,
         "max_new_tokens": 96,  # solutions have about 40 tokens

@@ -157,9 +157,9 @@ def load_outline(name: str) -> tuple[Any, Any]:
 
 
 def _load_tokenizer(source: str) -> tuple[Any, list[int]]:
-    """A model's tokenizer, the ids of CHAT. ValueError for an adapter, and if they lack its text.
+    """A model's tokenizer, and the ids of CHAT. ValueError for an adapter, and if its text is lost.
 
-    Some chat templates drop it, and so does an empty tokenizer that transformers may make up.
+    Some chat templates drop the text, as does an empty tokenizer that transformers may make up.
     """
     if (Path(source) / "adapter_config.json").exists():  # transformers would also load its base
         raise ValueError(
@@ -358,7 +358,8 @@ def masked_token_ids(tokenizer) -> set[int]:
     ids |= {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
     control = re.compile(r"<\|.*\|>|</?think>")
     ids |= {i for token, i in tokenizer.get_vocab().items() if control.fullmatch(token)}
-    letter = tokenizer.encode("a", add_special_tokens=False)  # with ids that a tokenizer puts first
+    # With ids that some tokenizers put first even so.
+    letter = tokenizer.encode("a", add_special_tokens=False)
     for n in range(1, 9):
         newlines = tokenizer.encode("a" + "\n" * n, add_special_tokens=False)[len(letter) :]
         if len(newlines) == 1:

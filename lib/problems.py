@@ -72,14 +72,14 @@ def load_problems(
     first_copies: dict[str, Problem] = {}
     ids: set[str] = set()
     conflicting: set[str] = set()
-    for index, (where, row) in enumerate(_rows(source, split)):
+    for index, (where, raw) in enumerate(_rows(source, split)):
         try:
-            x = _problem(row, where, index, problem_field, answer_field, answer_after, boxed)
+            x = _problem(raw, where, index, problem_field, answer_field, answer_after, boxed)
         except ValueError as e:
             raise ValueError(f"{where}: {e}") from None
         counts["rows"] += 1
         key = x.problem if unique else str(index)
-        if problem_field not in row and CJK.search(x.problem):  # DAPO-Math's is in a chat
+        if problem_field not in raw and CJK.search(x.problem):  # a chat of DAPO-Math
             counts["not_english"] += 1
         elif key in first_copies:
             counts["duplicates"] += 1

@@ -59,8 +59,8 @@ class Run:
     step: int = 0
     checkpoint: pathlib.Path | None = None  # the last one's folder, when the command began
     digests: dict[str, str] = field(default_factory=dict)  # of the files of `checkpoint`
-    # In use after `step`; None: not made yet, or not used. We call its save, remember,
-    # evolution_is_due and retrieve, read counts and window, and copy it without its window.
+    # In use after `step`; None: not made yet, or not used. A dataclass with save, remember,
+    # evolution_is_due, retrieve, counts and window.
     bank: Any = None
     skipped: int = 0  # steps in a row, up to `step`, whose gradient was not finite
     memories: dict[str, dict] = field(default_factory=dict)  # from a killed cold start, by problem
@@ -378,9 +378,9 @@ def shared_replies(run: Run, prompts: list[str], repeats: list[int]) -> list[str
     """Divide prompts among the ranks: their replies, greedy where repeat is 0, else sampled.
 
     A sampled reply's draws depend on the seed, the prompt and its repeat alone. A reply has at most
-    --reply-tokens, or a quarter more than its prompt, which is enough for a merge to repeat its
-    items in more words. If a prompt fills the model's context, the reply is "". A line counts the
-    replies that the context has cut.
+    --reply-tokens or, if that is more, a quarter more than its prompt: enough for a merge to repeat
+    its items in more words. If a prompt fills the model's context, the reply is "". A line counts
+    the replies that the context has cut.
     """
     context = rollout.context_limit(run.lm)
     first = Sampling(temperature=0.0)
@@ -485,7 +485,7 @@ def read_state(cfg: Config, world: World, load_bank: Callable[..., Any]) -> dict
 
     ValueError if this command may not continue the folder's run.
     """
-    runlog.load_tracker(cfg.report_to)
+    runlog.load_tracker(cfg.report_to)  # if it is missing, we say so before we read data
     data = load_training(cfg)
     manifest = new_manifest(cfg, data, world)
     checkpoints = files.by_step(pathlib.Path(cfg.out, "checkpoints"))

@@ -28,8 +28,8 @@ ALIKE = {  # if no group had right and wrong solutions: what to do, by the share
     0.0: "all were wrong; if their verdicts are right, take easier problems, or more --generations",
     1.0: "all were right; take harder problems, or more --generations",
 }
-# Names of numbers that are not a method's own. `summarize` takes each other number of a row for one
-# of the method's own, and averages it.
+# Names that a method's own numbers may not have, as a log already uses them (`joined`). `summarize`
+# averages the numbers of all other names, as the method's own.
 TAKEN = (
     "index step r reward loss unmasked clipped first_gap audit bank_skills bank_mistakes".split()
 )
@@ -217,7 +217,8 @@ def polarity_numbers(rows: list[dict]) -> dict[str, Any]:
         for sign, fate in FATE.items():
             metrics[f"rho_{fate}{case}"] = rho.count(sign)
         supports = pooled(of_case, "a")
-        if supports and case in ("_success", "_failure"):  # for no teachers 0 would look balanced
+        # Without supports a mean of 0 would look as if they were balanced.
+        if supports and case in ("_success", "_failure"):
             metrics[f"a_mean{case}"] = sum(supports) / len(supports)
             metrics[f"a_positive{case}"] = sum(a > 0 for a in supports) / len(supports)
     if supports := pooled(rows, "a"):

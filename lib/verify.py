@@ -292,7 +292,7 @@ class Verifier(Judge):
                 if reply:
                     return reply == "true\n"
                 self.close()
-                if worker.returncode == -signal.SIGALRM:  # time was up
+                if worker.returncode == -signal.SIGALRM:  # how it had died: its time was up
                     self.timeouts += 1
                     break
             return False
