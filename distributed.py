@@ -105,7 +105,7 @@ def run_and_exit(main: Callable[[], int]) -> NoReturn:
 
 def broadcast_parameters(params: Iterable[torch.Tensor], world: World) -> None:
     """Copy rank 0's values to every rank, in place."""
-    barrier(world)  # raises if a rank has failed, as in `sum_gradients`
+    barrier(world)  # raises if a rank has failed, where a broadcast on GPUs would wait
     if world.size > 1:
         for p in params:
             dist.broadcast(p.data, src=0)
@@ -195,5 +195,5 @@ def share_jobs(
             left -= len(results)
             bar.update(len(results))
             yield results
-    # All results are there, but `turns` has not ended. Here Python closes it, so that the `finally`
-    # of `rollout.stream` puts the model back into train mode.
+    # All results are there, but `turns` has not ended. With the last reference to it Python closes
+    # it, so that the `finally` of `rollout.stream` puts the model back into train mode.

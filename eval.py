@@ -11,8 +11,8 @@ such as vLLM's (docs/engines.md), which loads and unloads the checkpoints. We pr
 model and set, and at the end the command that compares them (extras/compare.py).
 
 If the command names no verifier or fields, we take over the run's; sets that have a name here are
-mathematics. We take over nothing else: sets, thinking and sampling are those of the command, which
-a run prints at its end for its own.
+mathematics. We take over nothing else, so give sets, thinking and sampling yourself. At its end a
+training run prints a command for eval.py, with the flags for its own thinking and sampling.
 
 The folder of a checkpoint is RUN/eval/step_000200. That of any other model is eval/NAME, in the
 first run among the PATHs or else in the working directory; with --skills the name ends with
@@ -134,7 +134,7 @@ class Policy:
     path: str  # a folder or hub id
     base: str  # the model under an adapter; a plain model is its own base
     folder: pathlib.Path  # holds samples.jsonl and results.json; the path as we print it
-    results: dict[str, dict] = field(default_factory=dict)  # results.json, as the command begins
+    results: dict[str, dict] = field(default_factory=dict)  # content of results.json
     settings: dict[str, Any] = field(default_factory=dict)  # that all its samples depend on
     samples: list[Sample] = field(default_factory=list)  # on all sets, drawn or not
 
@@ -146,8 +146,7 @@ def checkpoints_of(path: str) -> list[pathlib.Path]:
         return [place]
     place = place.resolve()
     steps = [*files.by_step(place / "checkpoints").values()]
-    is_run = (place / "problems.json").exists()
-    # (A run, too, has a config.json.)
+    is_run = (place / "problems.json").exists()  # its own config.json is no model's
     has_model = any((place / f"{kind}.json").exists() for kind in ("config", "adapter_config"))
     if not steps and (is_run or not has_model):
         raise ValueError(
@@ -163,8 +162,8 @@ def run_of(place: pathlib.Path) -> pathlib.Path | None:
     return place.parent.parent if is_checkpoint else None
 
 
-# Files that TRL's trainer leaves beside a model. For `files.is_of_a_model` they are the model's:
-# without them the digests of older results would change.
+# Files that TRL's trainer leaves beside a model. An evaluation does not need them. (A model's
+# digest has them, and must keep them: else older results would not be found.)
 OF_TRL = ("trainer_state.json", "training_args.bin")
 
 
@@ -174,7 +173,7 @@ def base_of(place: pathlib.Path, base: str) -> str:
     ValueError for a damaged checkpoint, and if the base is a path that is not there, such as one of
     another machine.
     """
-    needed = {}  # its files but those of a trainer, which may be gone
+    needed = {}  # the other files may be gone
     for name, digest in files.digests_of(place).items():
         if files.is_of_a_model(pathlib.Path(name)) and name not in OF_TRL:
             needed[name] = digest
@@ -397,7 +396,7 @@ def samples_of(
     """All samples of a policy that results need: set by set, k of each problem.
 
     A sample's digest covers all that it depends on: samples with the same digest are the same. The
-    key has the problem's text, not its id, so copies of a problem share their samples.
+    key has the problem's text, not its id, so the samples of a problem's copies are the same.
     """
     thinking = "bare" if cfg.thinking else "closed"  # S3
     samples: list[Sample] = []
@@ -578,7 +577,7 @@ def evaluate(cfg: EvalConfig, world: World) -> None:
             verifier = held.enter_context(verify.load_judge(cfg.verifier)(cfg.verify_timeout))
             sets = load_sets(cfg) if world.main else {}
             missing = prepare(policies, sets, digests, cfg, world, held) if world.main else None
-            # The samples of earlier commands stay on rank 0.
+            # Rank 0 alone has filled in its policies; the others need no more than these.
             missing = distributed.broadcast(missing, world)
         held.enter_context(command.one_line_errors(cfg.program, *command.LATER))
         for policy, lacking in zip(policies, missing):

@@ -27,7 +27,7 @@ from transformers.cache_utils import LinearAttentionAndFullAttentionLayer as Hyb
 
 THINK = ("<think>", "</think>")
 LONGEST_TURN = 64  # tokens per call of `generate`; then finished rows leave
-TURN_TOKENS = {"cpu": 16}  # where it is not LONGEST_TURN
+TURN_TOKENS = {"cpu": 16}  # by kind of device; on all others LONGEST_TURN
 FREE_PLACES = 64  # that a layer's buffers have behind their keys and values
 READ_TOKENS = 16384  # limit of one prefill, with padding: its mask has rows x longest^2 numbers
 # Share of a GPU's memory for weights and cache. The rest is for a prefill of 38,912 tokens (8B: 6
@@ -37,7 +37,10 @@ STATES = ("conv_states", "recurrent_states")  # a cache layer's dicts of states,
 
 
 def causal_lm(model):
-    """The transformers model inside a PEFT wrapper, adapters included; or the model itself."""
+    """The transformers model inside a PEFT wrapper, adapters included; or the model itself.
+
+    scoring.py and lib/model.py have it, too, so that each of the three files can be copied alone.
+    """
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
@@ -227,7 +230,7 @@ class Job:
 def stream(
     model, tokenizer, jobs: Sequence[Job], sampling: Sampling, rows: int, places: float = 0
 ) -> Iterator[list[Job]]:
-    """Decode jobs, some tokens a turn, and yield after each turn those that are done, if any.
+    """Decode jobs, some tokens a turn; yield after each turn a list, often empty, of finished jobs.
 
     rows: maximum number of jobs decoded at once, each a row of the batch; when one is done, the
     next joins. places: maximum number of tokens in the cache, with padding and free places; 0: as
@@ -236,7 +239,7 @@ def stream(
     the model's context (S35); there are none if its prompt fills the context.
     A turn is a call of Hugging Face's `generate`, of at most LONGEST_TURN tokens; we keep the cache
     between calls. The model's own generation_config has no effect. The model is in eval mode until
-    the stream ends: with activation checkpointing, some in train mode decode without a cache.
+    the stream ends, because in train mode, with activation checkpointing, some have no cache.
     Raises ValueError on an empty prompt, on rows < 1, and as `stop_ids` does.
     """
     if rows < 1 or not all(job.prompt for job in jobs):
@@ -431,7 +434,7 @@ def _empty_cache(causal) -> DynamicCache:
 
 
 def _gathered(caches: list[Any], rows: Any, width: int) -> DynamicCache:
-    """Gather these rows of each cache in the first one, with `width` places of keys and values.
+    """Move these rows of all caches into the first one, with `width` places of keys and values.
 
     We cut or pad them on the left. No row attends to the padding: the mask of the next call leaves
     it out. We empty the other caches layer by layer, so that nothing is in memory twice.
@@ -532,5 +535,5 @@ def think_tag(tokenizer, prompt: list[int]) -> str:
     Some templates end on an open tag, perhaps followed by a line feed. The tag must be one id.
     """
     opening, closing = (tokenizer.encode(tag, add_special_tokens=False) for tag in THINK)
-    ends = prompt[-1:], prompt[-2:-1]
-    return THINK[0] if opening in ends and closing not in ends else ""
+    last_ids = [prompt[-1:], prompt[-2:-1]]  # each as a list, like `opening` and `closing`
+    return THINK[0] if opening in last_ids and closing not in last_ids else ""

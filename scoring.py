@@ -132,16 +132,17 @@ def over_slices(
     needs_head = has_plain_head(model)  # else `states` are logits already
     weight_VD = head_VD.float()
 
-    def one_slice(ids_n: Tensor, *states_nD: Tensor) -> Tensor:
+    def one_slice(ids_n: Tensor, *states_nx: Tensor) -> Tensor:
         logits = []
         with tf32_products() if head_VD.dtype == torch.bfloat16 else contextlib.nullcontext():
-            for x_nD in states_nD:
-                logits_nV = x_nD.float() @ weight_VD.T if needs_head else x_nD.float()
+            for x in states_nx:
+                logits_nV = x.float() @ weight_VD.T if needs_head else x.float()
                 # A division by 1 would be one more pass over all logits.
                 logits.append(logits_nV if temperature == 1 else logits_nV / temperature)
         return f(ids_n, *logits)
 
-    # With a gradient, memory holds four of them: logits, what f makes of them, both's gradients.
+    # With a gradient, memory holds four tensors of a slice's size: the logits, what f makes of
+    # them, and the gradients of both.
     copies = len(states) * (4 if torch.is_grad_enabled() else 1)
     most = SLICE_LOGITS.get(weight_VD.device.type, 1 << 27)
     rows = max(1, most // (weight_VD.shape[0] * copies))

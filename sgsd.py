@@ -296,7 +296,7 @@ class RolloutLoss(NamedTuple):
     loss: Tensor  # a scalar; it has no graph where all teachers are ignored: its gradient is 0
     numbers: dict[str, Tensor]  # for the rollout's row of rollouts.jsonl
     token_numbers: dict[str, Tensor]  # [T] or [K, T], for its row of tokens.jsonl
-    pairs_K: Sequence[SkillPair] | None = None  # those that it was made with, for its row
+    pairs_K: Sequence[SkillPair] | None = None  # of its teachers, for its row of rollouts.jsonl
 
 
 def reward(roll: Rollout) -> float:
@@ -413,7 +413,7 @@ def rollout_loss(run: Run, roll: Rollout, pairs_K: Sequence[SkillPair]) -> Rollo
     alpha_K = pair_weights(run, pairs_K)  # line 5, over the teachers that fit (S35)
     # Line 9. The teachers are the present policy with its adapters, without a gradient.
     logpT_KT = scoring.score_teachers(run.lm, contexts_K, ids_T, cfg.score_tokens)  # Eq. 4
-    run.clock.lap("score")  # retrieval and teachers; the student's pass counts as "bwd"
+    run.clock.lap("score")  # all since the last lap; the student's pass counts as "bwd"
     # One pass of the student serves all K teachers: the same gradient as K passes, cheaper (D7).
     logpS_T = scoring.score_student(run.lm, roll.prompt_ids, ids_T)  # Eq. 5
     loss, numbers = loss_of(cfg, logpT_KT, logpS_T, mask_T, alpha_K, reward(roll))  # lines 10-14
@@ -514,7 +514,7 @@ def log_row(run: Run, step: int, index: int, roll: Rollout, result: RolloutLoss)
 #     item and no more than the group; else the group stays.
 #   - So layer by layer, until a layer was one group, or P layers in a row did not shorten the list.
 #   - Both lists' prompts of a layer go out in one call.
-# Algorithm 4, the evolution, after each step that F divides, also the run's last (skills.evolve):
+# Algorithm 4, the evolution, after each step that F divides (skills.evolve):
 #   - W holds all rollouts of the last F steps. If a share of gamma or more is right, the bank
 #     stays. Else items are extracted from each, as in Algorithm 2.
 #   - An item that repeats a static entry, but for upper and lower case, is dropped (D11). The rest
@@ -583,7 +583,7 @@ def begin_bank(run: Run) -> None:
         if not (run.bank.general_skills and run.bank.common_mistakes):
             fix = "in a new --out try another --bank or a larger --cold-start"
             raise command.UserError(f"{skills.describe(run.bank)}: no pair, no teacher (S8); {fix}")
-    elif not run.step:  # of --bank, or made before the run was killed
+    elif not run.step:  # the bank is that of --bank, or a run killed before step 1 has made it
         run.save_bank()
     if run.world.main:
         print(skills.describe(run.bank, seconds))

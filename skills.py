@@ -175,8 +175,8 @@ class SkillBank:
     def _vectors(self, key: str, embed: Callable[[list[str]], Any]) -> np.ndarray:
         """Unit vectors of a list's entries [n, d]; we embed the list again if its texts change.
 
-        All of it, even for one new entry: of another encoder than `lib.model.load_encoder`'s, the
-        rounding may depend on what it embeds together.
+        If one entry is new, we still embed all: in an encoder of your own, a vector's rounding may
+        depend on the texts that it embeds together.
         """
         texts = tuple(entry_text(entry, key) for entry in self.collection(key))
         if (embed, texts) not in self._embedded:
@@ -308,8 +308,8 @@ def render_merge(items: list[dict], key: str) -> str:
 # A reply may have prose, thinking and code fences around its JSON, LaTeX in its strings, or a comma
 # too many. It may also break off.
 
-# Where an object or a list may begin. If a string or another bracket follows (group 1), it is no
-# bracket in prose.
+# Where an object or a list may begin. If a string or another bracket follows (group 1), it is JSON;
+# else it may be prose.
 _OPENING = re.compile(r'[{\[](\s*[{\["])?')
 # LaTeX commands begin like JSON's \b, \f, \n, \r and \t. We read \b, \f and \r always as LaTeX, \t
 # if a letter follows, and \n if it begins one of these commands:
@@ -368,8 +368,8 @@ def _json_values(text: str) -> tuple[list[Any], bool]:
             value, at = decoder.raw_decode(text, opening.start())
             values.append(value)
         except (ValueError, RecursionError):
-            at = opening.start() + 1  # prose, or JSON that breaks off: look inside
-            if opening[1]:  # no prose
+            at = opening.start() + 1  # look inside
+            if opening[1]:  # JSON that breaks off
                 whole = False
     return values, whole
 

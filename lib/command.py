@@ -136,8 +136,8 @@ def parse(
     """The settings of a command line; bad input exits with code 2.
 
     doc: a program's docstring, for --help. config_class: a class of settings, as lib/config.py has
-    them. presets: other defaults, by the name for --preset. A flag overrides the preset, and the
-    preset overrides what another setting brings.
+    them. presets: other defaults, by the name for --preset. A flag may bring other defaults, too
+    (`Rule.brings`; some of methods/ do). A preset overrides these, and a flag overrides both.
     """
     parser = parser_of(doc, config_class, presets or {})
     try:

@@ -30,7 +30,7 @@ class Rule:
     choices: tuple[str, ...] = ()
     least: float | None = None  # None: a number must be > 0
     most: float = math.inf
-    free: bool = False  # may change when a run continues; eval.py: is in no sample's digest itself
+    free: bool = False  # a run that continues may change it; eval.py's digests leave it out
     brings: Mapping[str, Any] = field(default_factory=dict)  # other defaults, where it is given
     metavar: str = ""  # what --help calls a value; "": by the type
     value_type: Any = None  # the field's: bool, int, float, str or tuple
@@ -352,7 +352,7 @@ class Config(Common):
 
     @property
     def masks_tokens(self) -> bool:
-        """Whether the token mask leaves formatting tokens out (S2)."""
+        """Whether the loss leaves formatting tokens out (S2). Only methods with polarity do."""
         return self.has_polarity
 
 

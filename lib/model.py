@@ -157,9 +157,9 @@ def load_outline(name: str) -> tuple[Any, Any]:
 
 
 def _load_tokenizer(source: str) -> tuple[Any, list[int]]:
-    """A model's tokenizer, and the ids of CHAT. ValueError for an adapter, and if its text is lost.
+    """A model's tokenizer, and the ids of CHAT. ValueError for an adapter, or ids without its text.
 
-    Some chat templates drop the text, as does an empty tokenizer that transformers may make up.
+    Some chat templates drop CHAT's text, as does an empty tokenizer that transformers may make up.
     """
     if (Path(source) / "adapter_config.json").exists():  # transformers would also load its base
         raise ValueError(
@@ -212,10 +212,10 @@ def refuse_not_finite(tensors: Iterable[tuple[str, Tensor]]) -> None:
 def check_batching(model, ids: list[int]) -> None:
     """ValueError if decoding cannot batch the model. Rows join, leave, and are padded on the left.
 
-    ids: of any text. We decode two rows of one token, the last of these ids, each behind masked
-    padding: zeros in one row, all of these ids in the other. If the logits of the next two tokens
-    differ, padding leaks. (We compare two rows of one batch because their rounding is the same,
-    also in a mixture of experts.) On "meta" we look only at the kinds of layers in the cache.
+    ids: a, ..., z of any text. We decode the rows [0, ..., 0, z] and [a, ..., z, z], of which the
+    last place alone is not masked. If the logits of the next two tokens differ, padding leaks. (We
+    compare two rows of one batch because their rounding is the same, also in a mixture of experts.)
+    On "meta" we look only at the kinds of layers in the cache.
     """
     cache = DynamicCache(config=model.config)
     kinds = {type(layer).__name__ for layer in cache.layers}
@@ -358,7 +358,7 @@ def masked_token_ids(tokenizer) -> set[int]:
     ids |= {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
     control = re.compile(r"<\|.*\|>|</?think>")
     ids |= {i for token, i in tokenizer.get_vocab().items() if control.fullmatch(token)}
-    # With ids that some tokenizers put first even so.
+    # Some tokenizers put an id in front all the same: it is in `letter`, and so cut off below.
     letter = tokenizer.encode("a", add_special_tokens=False)
     for n in range(1, 9):
         newlines = tokenizer.encode("a" + "\n" * n, add_special_tokens=False)[len(letter) :]

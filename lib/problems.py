@@ -268,8 +268,8 @@ def minibatch(
     """The global batch of a step. It depends on seed and step alone, not on the world size.
 
     Each epoch is a permutation of the data, and a batch may span several. step: from 1.
-    Returns batch_size pairs (problem, epoch). The epoch numbers a problem's samples, so that no
-    problem is sampled twice with the same draws.
+    Returns batch_size pairs (problem, epoch). The epoch goes into the key of a problem's draws, so
+    that they differ from those of other epochs.
     """
     batch: list[tuple[Problem, int]] = []
     orders: dict[int, list[int]] = {}  # by epoch

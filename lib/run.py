@@ -3,8 +3,9 @@
     RUN/config.json       settings, digests of code and problems, versions; each continuation
     RUN/checkpoints/      all that a run needs to continue, per saved step: a PEFT adapter, the
                           optimizer's state, the bank in use with its window; digests of the files
-    RUN/bank/             a version per evolution, memories and replies; a run that has no
-                          checkpoint yet continues from step_000000.json
+    RUN/bank/             bank.json, in use now; step_000025.json and so on, a version per
+                          evolution; memories and replies. A run without a checkpoint continues
+                          from step_000000.json
     RUN/metrics.jsonl     a row per step; rollouts.jsonl per rollout, tokens.jsonl per audited one
     RUN/problems.json     fingerprints of the training problems, for eval.py
 
@@ -222,8 +223,8 @@ class Run:
     def save_bank(self) -> None:
         """Rank 0 saves the bank that was made or evolved after the last step, changed or not.
 
-        We write the checkpoint's copy last. Until then it has its window, so that an evolution that
-        is killed is made again.
+        We replace the checkpoint's file last. Until then it is the bank from before the evolution,
+        with its window, so that a run killed in the evolution makes that again.
         """
         if self.world.main:
             self.bank.save(files.of_step(self.out / "bank", self.step, ".json"))
@@ -292,8 +293,8 @@ def leave_out_long(
     cramped = sum(roomy < tokens <= most for tokens in lengths)  # kept, with less for a solution
     line = (
         f"{dropped} of {len(run.problems)} problems are left out, as their prompts have more than "
-        f"{most:.0f} tokens (--max-prompt-tokens, or {limit}); of the others, that context leaves "
-        f"{cramped} fewer than --max-new-tokens"
+        f"{most:.0f} tokens (--max-prompt-tokens, or {limit}); in {cramped} of the others, that "
+        "context leaves a solution less than --max-new-tokens"
     )
     if not kept:
         raise ValueError(line)
@@ -641,7 +642,7 @@ def load_run(run: Run) -> None:
     if cfg.uses_skill_bank and cfg.steps:  # before the policy, which takes minutes
         run.embed = model.load_encoder(cfg.encoder, run.device)
     if cfg.server and cfg.uses_skill_bank and run.bank is None:
-        run.lm, run.tokenizer = model.load_outline(cfg.model)  # enough if we make only a bank
+        run.lm, run.tokenizer = model.load_outline(cfg.model)  # enough to ask a server
         url = cfg.server[run.world.rank % len(cfg.server)]
         stops = rollout.stop_ids(run.lm, run.tokenizer)
         run.server = served.Server(url, cfg.model, stops, rollout.context_limit(run.lm))

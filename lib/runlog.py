@@ -91,7 +91,8 @@ def rollout_row(
         row["s_e"].append(pair.s_e)
     row["loss"] = result.loss.item()
     T = len(roll.completion_ids)
-    mask_T = result.token_numbers.get("mask", torch.ones(T)).bool().cpu()  # indexes any device
+    # (A mask on the CPU can index a tensor of any device.)
+    mask_T = result.token_numbers.get("mask", torch.ones(T)).bool().cpu()
     delta_KT = result.token_numbers.get("delta", torch.ones(0, T))
     if {"mask", "delta"} & result.token_numbers.keys():
         row |= {
@@ -103,7 +104,7 @@ def rollout_row(
 
 
 def joined(row: dict[str, Any], numbers: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """A row with more numbers. ValueError for a name that the row, or another one, has already."""
+    """A row with more numbers. ValueError for a name that this row has already, or one of TAKEN."""
     longer = dict(row)
     for name, x in numbers.items():
         if name in row or name in TAKEN:
@@ -152,7 +153,7 @@ def summarize(
         columns["success"].append(row["r"] > 0)
         columns["truncated"].append(row["truncated"])
         columns["no_answer"].append(row["pred"] is None)
-        # A method without polarities has gaps where it has teachers.
+        # Where there are teachers, a row has polarities or, of a method without them, gaps.
         no_teachers += not row.get("rho") and not row.get("first_gap")
         tokens += len(row["completion_ids"])
         for name, x in row.items():

@@ -137,8 +137,9 @@ def file_of(name: str) -> str:
 def is_copied(gold: str, pred: str, problem: str) -> bool:
     """Whether an answer is an expression copied from the problem, and not the reference.
 
-    Otherwise a policy can box the problem's longest formula, which is right for 5% of MATH. Words,
-    and plain numbers even with a name or a unit, are never copies; a fraction may be one.
+    Otherwise a policy can box the problem's longest formula, which is right for 5% of MATH. Words
+    are never copies, nor are plain numbers, even with `x =` in front or a unit behind them; a
+    fraction may be one.
     """
     answer = without_layout(pred)
     reference = without_layout(gold)
@@ -199,7 +200,7 @@ def respell(answer: str) -> str:
 def math_verdict(gold: str, pred: str) -> bool:
     r"""math-verify's verdict, with rules of ours before and after it.
 
-    Without INFINITE, for example, it would call 2^\infty equal to a tenth of references.
+    Without INFINITE, for example, 2^\infty would be right for one in ten references.
     """
     from math_verify import verify
 
@@ -292,7 +293,8 @@ class Verifier(Judge):
                 if reply:
                     return reply == "true\n"
                 self.close()
-                if worker.returncode == -signal.SIGALRM:  # how it had died: its time was up
+                # (`close` killed nothing, as the worker was dead: so this is what it died of.)
+                if worker.returncode == -signal.SIGALRM:  # its time was up
                     self.timeouts += 1
                     break
             return False

@@ -140,7 +140,7 @@ CHANGES = {
         Change("thinking=run.cfg.teacher_prefix", 'thinking="closed"', "spec/step lines_2_to_16"),
         Change("skipped + 1 if row.get", "skipped if row.get", "life/faults third_in_a_row"),
         Change("len(roll.completion_ids) <= context", "1 <= context", "spec/step left_out"),
-        Change("sum(wanted < tokens", "sum(wanted <= tokens", "life/misuse long_problems"),
+        Change("sum(roomy < tokens", "sum(wanted <= tokens", "life/misuse long_problems"),
         Change("replace(self.bank, window=[]).save(", "self.bank.save(", "life/continue goes_back"),
         Change("if rule.free:", "if rule:", "life/continue not_free"),
     ],
