@@ -79,7 +79,7 @@ CHANGES = {
         ),
         Change("logits_nV if temperature == 1 else", "logits_nV if True else", "spec/scoring eq5"),
         Change(
-            "x_nD.float() @ weight_VD.T", "(x_nD @ head_VD.T).float()", "spec/scoring bf16_head"
+            "x.float() @ weight_VD.T", "(x @ head_VD.T).float()", "spec/scoring bf16_head"
         ),
         Change(
             "(len(groups[-1]) + 1) <= budget", "len(groups[-1]) <= budget", "spec/scoring packs"
@@ -140,7 +140,7 @@ CHANGES = {
         Change("thinking=run.cfg.teacher_prefix", 'thinking="closed"', "spec/step lines_2_to_16"),
         Change("skipped + 1 if row.get", "skipped if row.get", "life/faults third_in_a_row"),
         Change("len(roll.completion_ids) <= context", "1 <= context", "spec/step left_out"),
-        Change("sum(roomy < tokens", "sum(wanted <= tokens", "life/misuse long_problems"),
+        Change("sum(roomy < tokens", "sum(roomy <= tokens", "life/misuse long_problems"),
         Change("replace(self.bank, window=[]).save(", "self.bank.save(", "life/continue goes_back"),
         Change("if rule.free:", "if rule:", "life/continue not_free"),
     ],
