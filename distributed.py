@@ -34,11 +34,12 @@ class World:
 
 
 def init(device: str = "auto") -> World:
-    """Join the process group that torchrun describes in the environment, or without it run alone.
+    """Join the process group that torchrun describes in the environment, if any; else run alone.
 
     device: "auto" (CUDA where there is a GPU), "cpu" or "cuda". On CUDA, tensors travel by NCCL and
-    objects by gloo; on CPU all travels by gloo. ValueError if torch does not find the GPU of a
-    machine that has one; torch itself raises for a used port and for more processes than GPUs.
+    objects by gloo; on CPU all travels by gloo. ValueError if torch finds no GPU for "cuda", or for
+    "auto" on a machine that has one. Torch itself raises for a used port and for more processes
+    than GPUs.
     """
     rank = int(os.environ.get("RANK", 0))
     size = int(os.environ.get("WORLD_SIZE", 1))
@@ -105,7 +106,7 @@ def run_and_exit(main: Callable[[], int]) -> NoReturn:
 
 def broadcast_parameters(params: Iterable[torch.Tensor], world: World) -> None:
     """Copy rank 0's values to every rank, in place."""
-    barrier(world)  # raises if a rank has failed, where a broadcast on GPUs would wait
+    barrier(world)  # raises if a rank has failed; a broadcast on GPUs would wait for it
     if world.size > 1:
         for p in params:
             dist.broadcast(p.data, src=0)
@@ -118,7 +119,7 @@ def sum_gradients(params: Iterable[torch.nn.Parameter], world: World) -> None:
     the global mean. A missing gradient counts as zero: a rank without any still takes part.
     """
     params = list(params)
-    barrier(world)  # raises if a rank has failed, where an all-reduce on GPUs would wait
+    barrier(world)  # raises if a rank has failed; an all-reduce on GPUs would wait for it
     gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
     flat = torch.cat([g.flatten().float() for g in gradients])
     if world.size > 1:
@@ -148,7 +149,7 @@ def _ending_with_the_others(world: World, collective: Callable, *args: Any, **gi
     try:
         collective(*args, **given)
     except RuntimeError as e:  # from gloo, if a connection was closed
-        if "TORCHELASTIC_RUN_ID" not in os.environ:  # torchrun says which one ended
+        if "TORCHELASTIC_RUN_ID" not in os.environ:  # else torchrun says which process ended
             line = f"rank {world.rank}: another process has ended, so this one ends ({e})"
             print(" ".join(line.split()), file=sys.stderr, flush=True)
         raise SystemExit(1) from None
@@ -178,9 +179,9 @@ def share_jobs(
     work: Callable[[list], Iterator[list]],
     stage: str = "",
 ) -> Iterator[list]:
-    """Divide jobs among the ranks, and yield, turn by turn, what all of them have finished.
+    """Divide jobs among the ranks. Each turn yields, on every rank, what all ranks finished in it.
 
-    jobs: objects with a .prompt; sorted by its length, they are dealt out one by one. work: takes a
+    jobs: objects with a .prompt, dealt out one by one in the order of its length. work: takes a
     rank's jobs and yields turns: lists with one picklable result for each finished job. Every rank
     gets every result, and must consume all turns, because each is a collective. stage: label of
     rank 0's progress bar on a terminal; "" for none.
@@ -195,5 +196,5 @@ def share_jobs(
             left -= len(results)
             bar.update(len(results))
             yield results
-    # All results are there, but `turns` has not ended. With the last reference to it Python closes
-    # it, so that the `finally` of `rollout.stream` puts the model back into train mode.
+    # All results are there, but the generator `turns` has not ended. When we return, Python closes
+    # it, and the `finally` of `rollout.stream` puts the model back into train mode.

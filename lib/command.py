@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
-# ------------------------------------------------------------------- mistakes and signals, one line
+# ------------------------------------------------------------------ errors in one line, and signals
 
 
 class UserError(ValueError):
@@ -25,10 +25,10 @@ LATER = (OSError, UserError)  # what may go wrong later, such as a full disk or 
 def fail(program: str, message: str) -> NoReturn:
     """Print an error as one line, and end this process with exit code 2.
 
-    Often all ranks have the same error. At the first exit torchrun ends the others, so all but rank
-    0 wait before they print: what a rank then still prints is an error of its own.
+    Often all ranks have the same error. When rank 0 exits, torchrun ends the other ranks. So these
+    wait before they print: what they still print is an error of their own.
     """
-    name = program.removesuffix(".py").replace(".", " ").split()[-1]
+    name = program.removesuffix(".py").replace(".", " ").split()[-1]  # "-m methods.grpo" -> "grpo"
     if not is_first_rank():
         time.sleep(2)
         name = f"rank {os.environ['RANK']}: {name}"
@@ -52,10 +52,10 @@ def one_line_errors(program: str, *kinds: type[Exception]) -> Iterator[None]:
 
 
 class Signals:
-    """Ctrl-C and SIGTERM end the process with exit code 130, but in a step the first one waits.
+    """Ctrl-C and SIGTERM end the process with exit code 130.
 
-    `install` begins this. Signals within a second count as one, because torchrun repeats what the
-    terminal has sent.
+    In a step, the first signal waits until the step is saved. `install` sets this up. Signals
+    within a second count as one, because torchrun repeats what the terminal has sent.
     """
 
     def __init__(self) -> None:
@@ -67,12 +67,12 @@ class Signals:
             signal.signal(number, self.receive)
 
     def receive(self, *_: object) -> None:
-        """Note a signal, or end the process. It may interrupt a print, so we use os.write."""
+        """Note a signal, or end the process. A signal may interrupt a print: we use os.write."""
         now = time.monotonic()
         if self.in_step and not self.first:
             self.first = now
             self.say(b"finishing this step, then stopping; once more stops at once")
-        elif not self.in_step or now - self.first > 1:  # else it repeats the first one
+        elif not self.in_step or now - self.first > 1:  # else this repeats the first signal
             self.say(b"Interrupted. Run the same command to continue.")
             os._exit(130)
 
@@ -136,8 +136,8 @@ def parse(
     """The settings of a command line; bad input exits with code 2.
 
     doc: a program's docstring, for --help. config_class: a class of settings, as lib/config.py has
-    them. presets: other defaults, by the name for --preset. A flag may bring other defaults, too
-    (`Rule.brings`; some of methods/ do). A preset overrides these, and a flag overrides both.
+    them. presets: other defaults, by the name for --preset. A flag may also bring defaults of other
+    settings (`Rule.brings`). A preset overrides these, and a flag overrides both.
     """
     parser = parser_of(doc, config_class, presets or {})
     try:
@@ -156,7 +156,10 @@ def parse(
 
 
 def parser_of(doc: str | None, config_class: Any, presets: dict[str, dict[str, Any]]) -> Parser:
-    """The parser of a class of settings: a flag for each, in its group of --help."""
+    """The parser of a class of settings: a flag for each, in its group of --help.
+
+    Its result has only the flags that were given.
+    """
     usage = f"{'[--preset NAME]' if presets else 'PATH [PATH ...]'} [--FLAG VALUE ...] [@FILE]"
     parser = Parser(config_class.program, usage, doc, argument_default=argparse.SUPPRESS)
     if presets:
@@ -165,7 +168,7 @@ def parser_of(doc: str | None, config_class: Any, presets: dict[str, dict[str, A
             choices=presets,
             help="settings to start from; --help shows the defaults without a preset",
         )
-    group = functools.cache(parser.add_argument_group)  # by its title, made where it is first asked
+    group = functools.cache(parser.add_argument_group)  # by its title; made once
     for name, rule in config_class.rules().items():
         default = getattr(config_class, name)
         shown = " ".join(default) if isinstance(default, tuple) else default

@@ -1,7 +1,7 @@
 """Settings: frozen dataclasses, from which lib/command.py makes the flags.
 
-All that is to know of a setting stands at its field. If the paper or a decision (S..., D...)
-settles a field, the field's help names that source.
+All that there is to know about a setting stands at its field. If the paper or a decision (S...,
+D...) settles a field, the field's help names that source.
 """
 
 import math
@@ -17,7 +17,7 @@ def flag(name: str) -> str:
 
 
 def flags_that_differ(values: dict[str, Any], others: dict[str, Any]) -> list[str]:
-    """Settings as words of a command line, where `others` has another value."""
+    """The flags of those values for which `others` has another value."""
     return [f"{flag(name)}={x}" for name, x in values.items() if others.get(name, x) != x]
 
 
@@ -31,15 +31,15 @@ class Rule:
     least: float | None = None  # None: a number must be > 0
     most: float = math.inf
     free: bool = False  # a run that continues may change it; eval.py's digests leave it out
-    brings: Mapping[str, Any] = field(default_factory=dict)  # other defaults, where it is given
+    brings: Mapping[str, Any] = field(default_factory=dict)  # other settings' defaults: `setting`
     metavar: str = ""  # what --help calls a value; "": by the type
     value_type: Any = None  # the field's: bool, int, float, str or tuple
 
     def check(self, name: str, value: Any) -> None:
         """ValueError for a value outside the choices or the range."""
-        least = "> 0" if self.least is None else f">= {self.least:,.15g}"
-        most = "finite" if self.most == math.inf else f"<= {self.most:,.15g}"
-        allowed = f"one of {', '.join(self.choices)}" if self.choices else f"{least} and {most}"
+        lower = "> 0" if self.least is None else f">= {self.least:,.15g}"
+        upper = "finite" if self.most == math.inf else f"<= {self.most:,.15g}"
+        allowed = f"one of {', '.join(self.choices)}" if self.choices else f"{lower} and {upper}"
         is_allowed = not self.choices or value in self.choices
         if self.value_type in (int, float):
             is_enough = value > 0 if self.least is None else value >= self.least
@@ -49,15 +49,16 @@ class Rule:
 
 
 def setting(default: Any, help: str, group: str = "the method", **rule: Any) -> Any:
-    """A setting: its default, and its `Rule`. A subclass may write just another default.
+    """A setting: its default, and its `Rule`. A subclass may change the default alone.
 
     free, of a run: the setting may change when the run continues, and config.json records that. No
     number depends on such a setting, with two exceptions. The learning rate depends on --steps. And
-    settings such as --answer-field decide what is read: there we compare what was read.
+    settings such as --answer-field decide which problems are read: we compare the problems.
     free, of eval.py: no sample's digest has the setting itself. Either no sample depends on it, or
     the digest has what it leads to, such as the prompt.
-    brings: a flag and a preset override these defaults; of two settings that bring the same one,
-    the setting that is declared later wins.
+    brings: defaults that other settings get if a flag sets this one. A flag or a preset for those
+    settings overrides these defaults. If two settings bring the same default, the later one in
+    `rules()` wins.
     """
     return field(default=default, metadata={"rule": Rule(help, group, **rule)})
 
@@ -115,7 +116,7 @@ class Common:
     def rules(cls) -> dict[str, Rule]:
         """The rule of each setting that has an effect in this class, in the order of --help.
 
-        A subclass that writes just another default keeps the rule. TypeError for a name that is no
+        A subclass that changes the default alone keeps the rule. TypeError for a name that is no
         setting, and for a default that would have no effect.
         """
         rules: dict[str, Rule] = {}
@@ -124,13 +125,13 @@ class Common:
             rules |= {
                 f.name: replace(f.metadata["rule"], value_type=types[f.name])
                 for f in fields(base)
-                if f.metadata  # a bare default has none: the rule from above stays
+                if f.metadata  # a bare default has none: the parent's rule stays
             }
         for f in fields(cls):
             if f.name not in rules:
                 fix = "mend the name, or write setting(...) behind it"
                 raise TypeError(f"{cls.__name__}.{f.name}: no setting; {fix}")
-            # `seed = 1` in a subclass changes the class alone, `seed: int = 1` also the field.
+            # `seed = 1` in a subclass changes the class attribute, `seed: int = 1` also the field.
             if getattr(cls, f.name) != f.default:
                 fix = "write its type behind the name, and @dataclass(frozen=True) above the class"
                 raise TypeError(f"{cls.__name__}.{f.name}: dataclasses ignore this default; {fix}")
@@ -146,7 +147,7 @@ class Config(Common):
     """SGSD's settings."""
 
     program: ClassVar[str] = "sgsd.py"
-    makes_bank: ClassVar[bool] = True  # whether a run without --bank writes one first
+    makes_bank: ClassVar[bool] = True  # whether a run without --bank first writes a bank
 
     out: str = setting(
         "runs/sgsd", "directory of the run; the same command continues it", "the run", free=True
@@ -421,7 +422,7 @@ class EvalConfig(Common):
     )
     problem_field: str = ""  # "": as the run trained, or else training's default
     answer_field: str = ""
-    answer_after: str = ""  # it goes with --answer-field
+    answer_after: str = ""  # "": the run's, unless --answer-field differs from the run's
     rows: int = setting(
         64,
         "most samples decoded, or asked of a server, at a time",

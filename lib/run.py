@@ -9,9 +9,9 @@
     RUN/metrics.jsonl     a row per step; rollouts.jsonl per rollout, tokens.jsonl per audited one
     RUN/problems.json     fingerprints of the training problems, for eval.py
 
-The same command continues a run: its settings must equal the run's, except for free ones. Only rank
-0 reads the data and the folder, and writes; the other ranks read checkpoints. This module does not
-know what a bank is made of.
+The same command continues a run: its settings must equal the run's, except for the free ones
+(`lib.config.setting`). Only rank 0 reads the data, and only rank 0 writes. The other ranks read
+nothing in the folder but the last checkpoint. This module does not know what a bank is made of.
 """
 
 import contextlib
@@ -41,8 +41,8 @@ from lib.problems import Problem
 from rollout import Job, Rollout, Sampling
 
 ROOT = pathlib.Path(__file__).parent.parent
-BAD_STEPS = 3  # a command ends after as many steps in a row whose gradient is not finite
-Stream = Callable[..., Iterator[list[Job]]]  # (jobs, sampling, rows), as `rollout.stream`
+BAD_STEPS = 3  # a command ends after this many steps in a row whose gradient is not finite
+Stream = Callable[..., Iterator[list[Job]]]  # (jobs, sampling, rows) -> lists of finished jobs
 
 
 @dataclass(kw_only=True)
@@ -58,10 +58,10 @@ class Run:
     manifest: dict[str, Any]  # config.json, as this command writes it
     problems: list[Problem]
     step: int = 0
-    checkpoint: pathlib.Path | None = None  # the last one's folder, when the command began
+    checkpoint: pathlib.Path | None = None  # folder of the last checkpoint when the command began
     digests: dict[str, str] = field(default_factory=dict)  # of the files of `checkpoint`
-    # In use after `step`; None: not made yet, or not used. A dataclass with save, remember,
-    # evolution_is_due, retrieve, counts and window.
+    # The bank in use after `step`; None: not made yet, or the method uses none. A dataclass with
+    # save, remember, evolution_is_due, retrieve, counts and window.
     bank: Any = None
     skipped: int = 0  # steps in a row, up to `step`, whose gradient was not finite
     memories: dict[str, dict] = field(default_factory=dict)  # from a killed cold start, by problem
@@ -100,7 +100,7 @@ class Run:
         code 2.
         """
         signals = command.Signals()
-        signals.install()  # from here on Ctrl-C ends the command at once
+        signals.install()  # from here on Ctrl-C ends the command at once, except in a step
         with contextlib.ExitStack() as at_exit:  # closes the verifier and unlocks the folder
             with command.one_line_errors(cfg.program, *command.GIVEN):
                 world = distributed.init(cfg.device)
@@ -149,7 +149,7 @@ class Run:
     def begin(self) -> None:
         """Cut the logs back to the last checkpoint, write config.json, and describe the run.
 
-        bank/bank.json becomes the bank in use again.
+        We also write bank/bank.json again, as it may hold a newer bank.
         """
         cut(self)
         files.write_json(self.out / "config.json", self.manifest)
@@ -172,9 +172,10 @@ class Run:
     # ------------------------------------------------------------------------------ the run's files
 
     def log(self, rows: list[dict], norm: float) -> None:
-        """Append the last step's rows to the logs, and print its line. Every rank must call this.
+        """Rank 0 logs the last step and prints the step's line. Every rank must call this.
 
-        rows: the step's rows of rollouts.jsonl from all ranks.
+        rows: the step's rows of rollouts.jsonl from all ranks. If a row has an "audit", that is the
+        rollout's row of tokens.jsonl.
         """
         audits = [row.pop("audit") for row in rows if "audit" in row]
         rate = self.optimizer.param_groups[0]["lr"]
@@ -199,7 +200,7 @@ class Run:
     def save_is_due(self) -> bool:
         """Whether to save a checkpoint now, after the step that was just made.
 
-        We do every --checkpoint-every steps, after step --steps, and before each evolution.
+        We save every --checkpoint-every steps, after step --steps, and before each evolution.
         """
         is_due = self.step % self.cfg.checkpoint_every == 0 or self.step == self.cfg.steps
         return is_due or evolution_is_due(self)
@@ -223,13 +224,13 @@ class Run:
     def save_bank(self) -> None:
         """Rank 0 saves the bank that was made or evolved after the last step, changed or not.
 
-        We replace the checkpoint's file last. Until then it is the bank from before the evolution,
-        with its window, so that a run killed in the evolution makes that again.
+        We replace the checkpoint's file last. Until then this file is the old bank with its window,
+        so a run that is killed during the evolution repeats the evolution.
         """
         if self.world.main:
             self.bank.save(files.of_step(self.out / "bank", self.step, ".json"))
             self.bank.save(self.out / "bank" / files.BANK)
-            if self.step:
+            if self.step:  # the first bank, of step 0, has no checkpoint
                 checkpoint = files.of_step(self.out / "checkpoints", self.step)
                 self.bank.save(checkpoint / files.BANK)
 
@@ -257,9 +258,10 @@ def is_complete(run: Run) -> bool:
 
 
 def exit_code(run: Run) -> int:
-    """0 if the run is complete, else 130. UserError after three steps not finite in a row (S34).
+    """0 if the run is complete, else 130. UserError after three bad steps in a row (S34).
 
-    They are saved. A run that continues also continues their count, so no run ends well on them.
+    The run has saved these steps. A command that continues the run also continues their count, so a
+    run whose last three steps are bad never exits with 0.
     """
     if run.skipped >= BAD_STEPS:
         raise command.UserError(
@@ -306,7 +308,7 @@ def leave_out_long(
 def teacher_ids(run: Run, text: str, roll: Rollout) -> list[int] | None:
     """A teacher's prompt as ids; None if the context does not hold it with the solution (S35).
 
-    Such a teacher is left out for this solution. A process prints a line the first time.
+    Such a teacher is left out for this solution. The first time, the process prints a line.
     """
     ids = rollout.chat_ids(run.tokenizer, text, thinking=run.cfg.teacher_prefix)
     context = rollout.context_limit(run.lm)
@@ -339,7 +341,7 @@ def bank_stream(run: Run) -> Stream:
 def shared_rollouts(
     run: Run, jobs: list[Job], sampling: Sampling
 ) -> Iterator[list[tuple[Job, Rollout]]]:
-    """Divide jobs among the ranks, and yield their rollouts turn by turn, all of them on each rank.
+    """Divide jobs among the ranks. Every rank yields the rollouts of all jobs, turn by turn.
 
     jobs: the same on every rank. The rank that decodes a solution judges it.
     """
@@ -355,17 +357,17 @@ def shared_rollouts(
 def bank_writer(run: Run, step: int) -> Callable[[list[str]], list[str]]:
     """The present policy as the writer of the bank's entries: prompts -> replies, on every rank.
 
-    It does not think. The reply to a new prompt is greedy. If a prompt comes again, its reply is
-    sampled, anew each time: when `skills.ask` asks once more after a reply that it could not use,
-    and if a later layer of merging shows the same group (D4). Make a new writer for each cold start
-    and each evolution.
+    The writer does not think. Its reply to a new prompt is greedy. If a prompt comes again, we
+    sample its reply, anew each time (D4). A prompt comes again if `skills.ask` could not use the
+    first reply, or if a later layer of merging shows the same group. A writer remembers its
+    prompts: make a new one for each cold start and each evolution.
     step: the training step that the replies belong to, in bank/replies.jsonl.
     """
-    requests: Counter[str] = Counter()  # by prompt
+    requests: Counter[str] = Counter()  # number of earlier calls with a prompt
 
     def complete(prompts: list[str]) -> list[str]:
         repeats = [requests[prompt] for prompt in prompts]
-        requests.update({*prompts})  # twice in one call counts once
+        requests.update({*prompts})  # a prompt that is twice in one call counts once
         replies = shared_replies(run, prompts, repeats)
         exchanges = zip(prompts, repeats, replies, strict=True)
         rows = [{"step": step, "repeat": n, "prompt": p, "reply": text} for p, n, text in exchanges]
@@ -376,24 +378,24 @@ def bank_writer(run: Run, step: int) -> Callable[[list[str]], list[str]]:
 
 
 def shared_replies(run: Run, prompts: list[str], repeats: list[int]) -> list[str]:
-    """Divide prompts among the ranks: their replies, greedy where repeat is 0, else sampled.
+    """The replies to prompts, greedy where repeat is 0, else sampled. The ranks share the work.
 
     A sampled reply's draws depend on the seed, the prompt and its repeat alone. A reply has at most
-    --reply-tokens or, if that is more, a quarter more than its prompt: enough for a merge to repeat
-    its items in more words. If a prompt fills the model's context, the reply is "". A line counts
-    the replies that the context has cut.
+    --reply-tokens tokens, or 5/4 of its prompt's tokens if that is more: enough for a merge to
+    repeat its items in more words. If a prompt fills the model's context, the reply is "". We print
+    how many replies the context has cut.
     """
     context = rollout.context_limit(run.lm)
-    first = Sampling(temperature=0.0)
-    again = Sampling(temperature=1.1, top_p=0.95, top_k=20)
-    jobs: dict[Sampling, list[Job]] = {first: [], again: []}
+    greedy = Sampling(temperature=0.0)
+    sampled = Sampling(temperature=1.1, top_p=0.95, top_k=20)
+    jobs: dict[Sampling, list[Job]] = {greedy: [], sampled: []}
     for i, (prompt, repeat) in enumerate(zip(prompts, repeats, strict=True)):
         ids = rollout.chat_ids(run.tokenizer, prompt, thinking="closed")
         limit = max(run.cfg.reply_tokens, len(ids) * 5 // 4)
         key = rollout.sample_key(run.cfg.seed, 0, prompt, repeat)
         if len(ids) < context:
-            jobs[again if repeat else first].append(Job(i, ids, key=key, limit=limit))
-    cut_replies = len(prompts) - sum(map(len, jobs.values()))  # of prompts that do not fit
+            jobs[sampled if repeat else greedy].append(Job(i, ids, key=key, limit=limit))
+    cut_replies = len(prompts) - sum(map(len, jobs.values()))  # so far the prompts that do not fit
     replies = [""] * len(prompts)
     for sampling in jobs:
         work = functools.partial(bank_stream(run), sampling=sampling)
@@ -414,7 +416,7 @@ def shared_replies(run: Run, prompts: list[str], repeats: list[int]) -> list[str
 
 
 def stored_manifest(cfg: Config) -> dict[str, Any]:
-    """The config.json of the run in --out; {} for an empty folder, ValueError if it is no run's."""
+    """The config.json in --out; {} if the folder is empty, ValueError if it holds other files."""
     out = pathlib.Path(cfg.out)
     names = sorted(path.name for path in out.glob("[!.]*"))
     stored = {}
@@ -468,8 +470,8 @@ def new_manifest(cfg: Config, data: list[Problem], world: World) -> dict[str, An
 def digest_of_code(cfg: Config) -> str:
     """A digest of the code and the prompts that a run may depend on.
 
-    Of code these are the project's modules that are imported, the file that was started, and the
-    verifier's. Another file of yours in the project's folder changes nothing.
+    We include prompts/, the imported modules of the project, the file that was started, and the
+    verifier's file. Other files in the project's folder do not change the digest.
     """
     started = getattr(sys.modules["__main__"], "__file__", __file__)  # none in a shell
     paths = [pathlib.Path(verify.file_of(cfg.verifier)), pathlib.Path(started)]
@@ -519,24 +521,24 @@ def read_state(cfg: Config, world: World, load_bank: Callable[..., Any]) -> dict
 
 
 def first_bank(cfg: Config) -> pathlib.Path:
-    """The file of the bank that a run begins with, from which it continues without a checkpoint."""
+    """The file of a run's first bank, from which the run continues until it has a checkpoint."""
     return files.of_step(pathlib.Path(cfg.out, "bank"), 0, ".json")
 
 
 def bank_so_far(cfg: Config, checkpoint: pathlib.Path | None, load_bank: Callable[..., Any]) -> Any:
-    """The run's bank, or for a new run that of --bank; None if it is not made yet, or not used."""
+    """The run's own bank or, in a new run, the bank of --bank; None if there is no bank (yet)."""
     file = checkpoint / files.BANK if checkpoint else first_bank(cfg)
     if cfg.uses_skill_bank and (checkpoint or file.exists()):
-        return load_bank(file, 1)
+        return load_bank(file, 1)  # one entry a list is enough: merges join entries (S8)
     if not cfg.bank:
         return None
     bank = load_bank(pathlib.Path(cfg.bank), cfg.num_teachers)
-    bank.window = []
+    bank.window = []  # --bank may be a checkpoint's bank, with rollouts of another run
     return bank
 
 
 def memories_so_far(cfg: Config, stored: dict[str, Any]) -> dict[str, dict]:
-    """The memories of a cold start that was killed, by problem. stored: its config.json."""
+    """The memories of a cold start that was killed, by problem. stored: the run's config.json."""
     out = pathlib.Path(cfg.out)
     memories = {}
     for row, _ in files.rows_with(out / "bank/memories.jsonl", "problem_id", str):
@@ -550,9 +552,9 @@ def memories_so_far(cfg: Config, stored: dict[str, Any]) -> dict[str, dict]:
 
 
 def skipped_so_far(cfg: Config, step: int, stored: dict[str, Any]) -> int:
-    """The bad steps in a row that end with this step, as metrics.jsonl has them (S34).
+    """How many bad steps in a row end with this step, by metrics.jsonl (S34).
 
-    ValueError if the run has passed its first checkpoint, and that is not there.
+    ValueError if the run has passed its first checkpoint, but no checkpoint is there.
     """
     out = pathlib.Path(cfg.out)
     made = skipped = 0
@@ -560,7 +562,7 @@ def skipped_so_far(cfg: Config, step: int, stored: dict[str, Any]) -> int:
         made = row["step"]
         if made <= step:
             skipped = skipped + 1 if row.get("skipped") else 0
-    first_saved = stored["settings"].get("checkpoint_every")
+    first_saved = stored["settings"].get("checkpoint_every")  # the step of the first checkpoint
     if type(first_saved) is not int:
         first_saved = cfg.checkpoint_every
     if cfg.evolves:
@@ -578,8 +580,9 @@ def continued(
 ) -> dict[str, Any]:
     """The config.json of a run that continues; ValueError for differences that are not free.
 
-    step: the last one that is saved. manifest: what this command would write for a new run. stored:
-    the run's config.json so far. If an edit has added a setting since, the run has its default.
+    step: the last saved step. manifest: what this command would write for a new run. stored: the
+    run's config.json so far. For a setting that an edit of the code has added since, we take the
+    default as the run's value.
     """
     out = pathlib.Path(cfg.out)
     if not manifest.keys() <= stored.keys():
@@ -601,13 +604,13 @@ def continued(
         raise ValueError(f"--out {out}: {'; '.join(refused)}; give the run's value, or a new --out")
     if manifest["code"] != stored["code"]:
         changed["the code"] = "the code or a prompt"
-    again = {**runlog.provenance(), "step": step, "changed": [*changed.values()]}
-    new = {name: manifest[name] for name in ("settings", "code", "processes")}
-    return {**stored, **new, "continuations": [*stored["continuations"], again]}
+    continuation = {**runlog.provenance(), "step": step, "changed": [*changed.values()]}
+    updated = {name: manifest[name] for name in ("settings", "code", "processes")}
+    return {**stored, **updated, "continuations": [*stored["continuations"], continuation]}
 
 
 def comparable(manifest: dict[str, Any]) -> dict[str, Any]:
-    """What a run and a command that continues it are compared by, by its name in a line."""
+    """What we compare before a command continues a run, by the names that we print."""
     return {
         "the program": manifest["program"],
         **{config.flag(name): value for name, value in manifest["settings"].items()},
@@ -639,7 +642,7 @@ def load_run(run: Run) -> None:
             "other weights; leave one of them out"
         )
     rank, alpha = lora_settings(run)
-    if cfg.uses_skill_bank and cfg.steps:  # before the policy, which takes minutes
+    if cfg.uses_skill_bank and cfg.steps:  # first, as loading the policy takes minutes
         run.embed = model.load_encoder(cfg.encoder, run.device)
     if cfg.server and cfg.uses_skill_bank and run.bank is None:
         run.lm, run.tokenizer = model.load_outline(cfg.model)  # enough to ask a server
@@ -674,9 +677,9 @@ def lora_settings(run: Run) -> tuple[int, Any]:
 
 
 def add_adapters(run: Run, rank: int, alpha: Any) -> None:
-    """Add adapters and an optimizer: the last checkpoint's, those of --adapter, or new ones."""
+    """Add adapters (the last checkpoint's, --adapter's, or new ones) and their optimizer."""
     cfg = run.cfg
-    torch.manual_seed(cfg.seed)
+    torch.manual_seed(cfg.seed)  # PEFT draws new adapters by it
     run.lm = model.with_adapters(run.lm, rank, alpha, cfg.checkpoint_above)
     params = [*model.trained(run.lm).values()]
     run.optimizer = torch.optim.AdamW(
@@ -698,20 +701,20 @@ def cut(run: Run) -> None:
             evolved -= 1  # this step's evolution is made again
     logs = {run.out / f"{name}.jsonl": run.step for name in runlog.LOGS}
     logs[run.out / "bank/replies.jsonl"] = evolved
-    ends = {path: files.end_of_step(path, step) for path, step in logs.items() if path.exists()}
-    for version, path in files.by_step(run.out / "bank").items():  # after all logs were read
+    new_size = {path: files.end_of_step(path, step) for path, step in logs.items() if path.exists()}
+    for version, path in files.by_step(run.out / "bank").items():  # now, as all logs were readable
         if version > evolved:
             path.unlink()
-    for path, end in ends.items():
-        if end < path.stat().st_size:
-            os.truncate(path, end)
-            print(f"{path.name} is {f'cut after step {logs[path]}' if end else 'emptied'}")
+    for path, size in new_size.items():
+        if size < path.stat().st_size:
+            os.truncate(path, size)
+            print(f"{path.name} is {f'cut after step {logs[path]}' if size else 'emptied'}")
     for unfinished in (run.out / "checkpoints").glob(".*.tmp"):
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def what_next(run: Run) -> str:
-    """How to continue the run, or if it is complete the commands that evaluate and inspect it."""
+    """How to continue the run or, if it is complete, the commands that evaluate and inspect it."""
     cfg = run.cfg
     if cfg.uses_skill_bank and not cfg.steps:
         return f"done; the bank: {run.out / 'bank' / files.BANK}"
@@ -726,13 +729,13 @@ def what_next(run: Run) -> str:
 def evaluation(cfg: Config) -> list[str]:
     """eval.py's arguments for an evaluation that reads, samples and judges as the run trained."""
     shared = {}
-    others = asdict(EvalConfig())
+    defaults = asdict(EvalConfig())
     for name, rule in cfg.rules().items():
         is_shared = hasattr(config.Common, name) or rule.group == "the sampling"
-        is_taken_over = others.get(name) == ""  # eval.py reads it from the run
+        is_taken_over = defaults.get(name) == ""  # eval.py reads it from the run
         if is_shared and not is_taken_over:
             shared[name] = getattr(cfg, name)
-    words = [cfg.model, cfg.out, *config.flags_that_differ(shared, others)]
+    words = [cfg.model, cfg.out, *config.flags_that_differ(shared, defaults)]
     if cfg.student_prefix == "closed":
         words.append("--no-thinking")
     if cfg.data != Config.data:

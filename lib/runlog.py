@@ -28,8 +28,8 @@ ALIKE = {  # if no group had right and wrong solutions: what to do, by the share
     0.0: "all were wrong; if their verdicts are right, take easier problems, or more --generations",
     1.0: "all were right; take harder problems, or more --generations",
 }
-# Names that a method's own numbers may not have, as a log already uses them (`joined`). `summarize`
-# averages the numbers of all other names, as the method's own.
+# Names that the logs already use, so that a method's own number may not have them (`joined`). Every
+# other number in a row of rollouts.jsonl is the method's own: `summarize` averages it.
 TAKEN = (
     "index step r reward loss unmasked clipped first_gap audit bank_skills bank_mistakes".split()
 )
@@ -51,7 +51,7 @@ class Stopwatch:
 
     def lap(self, part: str) -> None:
         if torch.cuda.is_initialized():
-            torch.cuda.synchronize()  # else a part is charged for GPU work of earlier ones
+            torch.cuda.synchronize()  # else a part is charged for GPU work of earlier parts
         now = time.perf_counter()
         self.seconds[part] += now - self.last
         self.last = now
@@ -78,10 +78,10 @@ def rollout_row(
 ) -> dict[str, Any]:
     """One rollout's row of rollouts.jsonl.
 
-    index: its place in the global batch. result: its .loss, .numbers, .token_numbers and .pairs_K,
-    which are `SkillPair`s or None. The row has counts of the gaps `delta` and of the `mask`, if
-    there are any; without a mask every token counts. c_delta: the bound beyond which a gap counts
-    as clipped. ValueError as `joined` raises it.
+    index: the rollout's place in the global batch. result: has .loss, .numbers, .token_numbers and
+    .pairs_K (`SkillPair`s, or None). If its token numbers have a `mask` or gaps `delta`, the row
+    counts the unmasked tokens and the clipped gaps; without a mask every token counts. c_delta: the
+    bound beyond which a gap counts as clipped. ValueError as `joined` raises it.
     """
     row = {"index": index, "step": step, **asdict(roll), "reward": float(reward)}
     row |= {"pairs": [], "s_g": [], "s_e": []}
@@ -139,10 +139,10 @@ def summarize(
     """One step's row of metrics.jsonl.
 
     rows: the step's rows of rollouts.jsonl from all ranks, at least one. norm: the gradient's,
-    before clipping; if it is not finite, the step counts as skipped. seconds: those of each part.
-    gb: peak memory, GiB. We leave out the numbers of supports where there are none, and those of
-    gaps and masks where no row has any; other shares and means over nothing are 0. A number of the
-    method's own is a mean over the rows that have it. ValueError as `joined` raises it.
+    before clipping; if it is not finite, the step counts as skipped. seconds: by part of the step.
+    gb: peak memory, GiB. We leave out a mean or quantile of supports that would be over nothing,
+    and `gap_numbers` if no row has gaps or a mask. Any other share or mean over nothing is 0. We
+    average a method's own number over the rows that have it. ValueError as `joined` raises it.
     """
     columns: dict[str, list[float]] = {"loss": []}
     columns |= {"success": [], "truncated": [], "no_answer": []}
@@ -153,7 +153,7 @@ def summarize(
         columns["success"].append(row["r"] > 0)
         columns["truncated"].append(row["truncated"])
         columns["no_answer"].append(row["pred"] is None)
-        # Where there are teachers, a row has polarities or, of a method without them, gaps.
+        # A row with teachers has polarities or, if the method has no polarities, gaps.
         no_teachers += not row.get("rho") and not row.get("first_gap")
         tokens += len(row["completion_ids"])
         for name, x in row.items():
@@ -179,7 +179,7 @@ def summarize(
 
 
 def pooled(rows: list[dict], name: str) -> list[Any]:
-    """One list of what the rows have in their lists of this name, such as each teacher's rho."""
+    """The rows' lists of this name, joined into one, such as the rho of all teachers."""
     values = []
     for row in rows:
         values += row.get(name, [])
@@ -189,7 +189,7 @@ def pooled(rows: list[dict], name: str) -> list[Any]:
 def gap_numbers(rows: list[dict], tokens: int) -> dict[str, float]:
     """The shares of clipped gaps and of unmasked tokens, and the mean gap of first tokens.
 
-    tokens: those of all rows' completions.
+    tokens: the number of tokens in all rows' completions.
     """
     unmasked = gaps = clipped = 0
     for row in rows:
@@ -230,7 +230,7 @@ def polarity_numbers(rows: list[dict]) -> dict[str, Any]:
 
 
 def log_line(m: dict[str, Any], steps: int, late: int = 0) -> str:
-    """A step's line on the terminal, with what its method logs; the first step's explains a word.
+    """A step's line on the terminal, with what the method logs. LEGENDS follow the line of step 1.
 
     m: the step's row of metrics.jsonl. steps: the run's number of steps. late: the number of
     answers that took the verifier too long since the command began.
@@ -267,10 +267,10 @@ def _short(share: float) -> str:
 
 
 def warnings_after(steps: Sequence[dict[str, Any]], cfg: Any) -> list[str]:
-    """Lines that warn after the fifth step if a run learns nothing.
+    """Lines that warn after the command's fifth step if the run has learnt nothing.
 
-    steps: the rows of metrics.jsonl of the command's steps so far. cfg: its settings; a method
-    without --eps-a decides by a rule of its own.
+    steps: the rows of metrics.jsonl of the command's steps so far. cfg: the run's settings; only a
+    method with --eps-a gets the warning about teachers.
     """
     if len(steps) != FIRST_STEPS:
         return []
@@ -320,7 +320,7 @@ def load_tracker(report_to: str) -> Any:
 def open_tracker(
     out: pathlib.Path, manifest: dict[str, Any]
 ) -> Callable[[dict[str, Any]], object] | None:
-    """What sends a row of metrics.jsonl to Weights & Biases; None without --report-to.
+    """A function that sends a row of metrics.jsonl to Weights & Biases; None without --report-to.
 
     out: the run's folder. manifest: its config.json, by whose id wandb continues a run.
     """
