@@ -7,10 +7,10 @@
 
 One policy plays two roles. The student sees only the problem and samples a solution; a verifier
 says right or wrong. Each of K retrieved skill-mistake pairs makes a teacher: the same policy, as it
-is now, with that pair in its prompt. Every teacher scores the student's tokens; Delta is the gap of
-their log-probabilities. If a teacher makes a right solution likelier, or a wrong one less likely,
-the student is distilled from it (rho = +1). If it does the opposite, the student is pushed away
-from it (-1). If its opinion is too weak, it is ignored (0).
+is now, with that pair in its prompt. Every teacher scores the student's tokens; Delta is a token's
+log-probability under the teacher, less that under the student. If a teacher makes a right solution
+likelier, or a wrong one less likely, the student is distilled from it (rho = +1). If it does the
+opposite, the student is pushed away from it (-1). If its opinion is too weak, it is ignored (0).
 
     python sgsd.py --preset tiny                                         see it run, in minutes
     torchrun --nproc_per_node 8 sgsd.py --model Qwen/Qwen3-1.7B          train, or continue
@@ -32,10 +32,10 @@ The defaults that decide the method:
     student     student_prefix closed: an empty think block, so no thinking (S3)
                 temperature 1.1, top_p 0.95, top_k 20, max_new_tokens 1024
     bank        a problem gets the K nearest skills and the K nearest mistakes, static or evolved
-                evolve_every 25 (F), success_gate 0.8 (gamma); max_new_items 5 (N) each time, skills
-                and mistakes together (S12); dynamic_capacity 30 (C) in each list
+                evolve_every 25 (F), success_gate 0.8 (gamma); max_new_items 5 (N) in each
+                evolution, skills and mistakes together (S12); dynamic_capacity 30 (C) in each list
                 merge_group_size 32 (H), merge_patience 3 (P), reply_tokens 4096 (D4)
-                memory_answer is off: its writer never sees the reference answer (D3)
+                memory_answer is off: the bank's writer never sees the reference answer (D3)
     cold start  cold_start 256 seed problems, solved with thinking (S21), so from a bare prompt:
                 cold_start_temperature 1.0, top-p 0.95, no top-k, cold_start_tokens 38912
     prompts     max_prompt_tokens 20000: a longer problem is left out, and none is cut (S35)
@@ -49,10 +49,10 @@ Fixed choices, not settings, and the function that makes each. What the model re
     draws       temperature, then top-k, then top-p: rollout.select_tokens. A token's draw depends
                 on seed, step, problem, its epoch, and position alone: rollout.sample_key
     the end     any stop id, of the tokenizer or the model (Qwen3 has two): rollout.stop_ids
-    verdict     the last box after the last </think>: lib.verify.extract_answer. Some spellings
-                that math-verify misreads are rewritten, then it compares with the reference (D5):
-                lib.verify.math_verdict. A solution without a box is wrong, and so is one whose
-                check takes longer than 5 seconds
+    verdict     the last box after the last </think>: lib.verify.extract_answer. We rewrite some
+                spellings that math-verify misreads, then math-verify compares the answer with the
+                reference (D5): lib.verify.math_verdict. A solution without a box is wrong, and so
+                is one whose check takes longer than --verify-timeout, 5 seconds
 
 What else the gradient depends on:
 
@@ -141,7 +141,7 @@ def log_prob_gap(logpT_KT: Tensor, logpS_T: Tensor) -> Tensor:
 def token_mask(ids_T: Sequence[int] | Tensor, masked_ids: Collection[int]) -> Tensor:
     """m_t (§2.4): 1 on reasoning tokens, 0 on special, template and formatting tokens (S2).
 
-    masked_ids: the ids of such tokens. Returns [T] fp32.
+    masked_ids: the ids that get 0. Returns [T] fp32.
     """
     ids = torch.as_tensor(ids_T)
     masked = torch.tensor(sorted(masked_ids), dtype=ids.dtype, device=ids.device)
@@ -178,7 +178,7 @@ def polarity(a_K: Tensor, r: float, eps_a: float) -> Tensor:
     r: -1 or +1; ValueError on anything else, a bool among them. The threshold is strict, and
     sgn(0) = 0. [K], constant.
     """
-    number = r.item() if hasattr(r, "item") else r  # a bool of torch or numpy becomes Python's
+    number = r.item() if hasattr(r, "item") else r  # a torch or numpy bool becomes a Python bool
     if type(number) is bool or number not in (-1, 1):  # True == 1 would pass
         raise ValueError(f"polarity (Eq. 9): r must be -1 or +1, got {r}; is it a 0/1 reward?")
     a_K = a_K.detach()
@@ -239,7 +239,7 @@ def loss_of(
 def numbers_of(
     delta_KT: Tensor, mask_T: Tensor, alpha_K: Tensor, a_K: Tensor, rho_K: Tensor, lbar_K: Tensor
 ) -> dict[str, Tensor]:
-    """What the logs keep of a rollout's loss, detached, by its names there."""
+    """The numbers of a rollout's loss that the logs keep, detached, by their names in the logs."""
     return {
         "alpha": alpha_K,
         "a_plain": plain_support(delta_KT),
@@ -269,7 +269,7 @@ def token_credit(
 ) -> Tensor:
     """W_t^(k) = alpha_k rho_k (m_t / Z) g_tau(Delta), Z = sum m + eps (Eq. 20, §3). [K, T].
 
-    -grad L = sum over k and t of W_t^(k) grad log p_S(y_t). No gradient.
+    -grad L = sum over k and t of W_t^(k) grad log p_S(y_t). The result has no gradient.
     """
     g_KT = gate_grad(zero_masked(delta_KT.detach(), mask_T), tau_g)
     m_T = mask_T.to(g_KT)
@@ -423,8 +423,8 @@ def rollout_loss(run: Run, roll: Rollout, pairs_K: Sequence[SkillPair]) -> Rollo
 def constant_if_ignored(loss: Tensor, rho_K: Tensor) -> Tensor:
     """The loss, without its graph if all teachers are ignored: it needs no backward pass then.
 
-    A NaN keeps its graph (a NaN support has rho 0, and 0 times NaN is NaN): its gradient is NaN,
-    too, so that the step is skipped.
+    A loss that is NaN keeps its graph: its gradient is NaN, too, so the step is skipped. (A NaN
+    support has rho 0, and 0 times NaN is NaN.)
     """
     return loss if rho_K.any() or not loss.isfinite() else loss.detach()
 
@@ -488,8 +488,9 @@ def result_of(
 
 
 def log_row(run: Run, step: int, index: int, roll: Rollout, result: RolloutLoss) -> dict:
-    """One rollout's row of rollouts.jsonl. In an audited step, "audit" is its row of tokens.jsonl.
+    """One rollout's row of rollouts.jsonl.
 
+    In an audited step the row also has a field "audit": the rollout's row of tokens.jsonl.
     index: the rollout's place among all rollouts of the step.
     """
     row = runlog.rollout_row(step, index, roll, reward(roll), result, run.cfg.c_delta)
@@ -502,42 +503,44 @@ def log_row(run: Run, step: int, index: int, roll: Rollout, result: RolloutLoss)
 # ------------------------------------------------ the bank (Algorithm 1, line 17; Algorithms 2-4)
 # Algorithm 2, the cold start (skills.cold_start):
 #   - The policy solves 256 seed problems, thinking. Each solution becomes a memory: the problem,
-#     the verdict, the boxed answer, and the text after </think> (all, if there is none); a text of
-#     more than 2,000 characters keeps its first and its last 1,000.
-#   - The writer gets each right one with prompts/extract_skills.txt, each wrong one with
-#     extract_mistakes.txt. An item is a JSON object with the three fields of its list; the first
-#     three of a reply count, even if the reply is cut.
-#   - Algorithm 3 merges each list. These are the static entries, which never change.
+#     the verdict, the boxed answer, and the text after </think> (if it has none, the whole text); a
+#     text of more than 2,000 characters keeps its first and its last 1,000.
+#   - The writer, which is the policy without thinking, gets a right solution's memory in
+#     prompts/extract_skills.txt, a wrong one's in extract_mistakes.txt. It replies with items: JSON
+#     objects with the three fields of their list. We take a reply's first three items, even if the
+#     reply is cut.
+#   - Algorithm 3 merges each list. The merged entries are the static ones, which never change.
 # Algorithm 3, merging (skills.merge_by_layers, for one list):
-#   - The list is cut, in order, into groups of H. The writer gets each group of two or more with
+#   - We divide the list, in order, into groups of H. The writer gets each group of two or more with
 #     merge_*.txt. A reply takes its group's place if its JSON is complete, and it has at least one
 #     item and no more than the group; else the group stays.
-#   - So layer by layer, until a layer was one group, or P layers in a row did not shorten the list.
+#   - This repeats, layer by layer, until a layer was one group, or P layers in a row did not
+#     shorten the list.
 #   - Both lists' prompts of a layer go out in one call.
 # Algorithm 4, the evolution, after each step that F divides (skills.evolve):
 #   - W holds all rollouts of the last F steps. If a share of gamma or more is right, the bank
-#     stays. Else items are extracted from each, as in Algorithm 2.
-#   - An item that repeats a static entry, but for upper and lower case, is dropped (D11). The rest
-#     is merged.
-#   - If a list has new items, they are merged once more, behind its dynamic entries: those that
-#     earlier evolutions added.
+#     stays. Else we extract items from each rollout, as in Algorithm 2.
+#   - We drop an item that repeats a static entry, in whatever letter case (D11). Algorithm 3 merges
+#     the rest.
+#   - If a list has new items, Algorithm 3 merges them once more, together with the list's dynamic
+#     entries, which earlier evolutions added and which come first.
 #   - A list keeps its first C dynamic entries. Then, as long as the two lists together have grown
-#     by more than N, the one that grew more (at a tie, the skills) loses its last (S12).
+#     by more than N, the one that grew more (at a tie, the skills) loses its last entry (S12).
 
 
 def make_bank(run: Run) -> SkillBank:
     """Algorithm 2: the policy solves seed problems, and writes a bank from its solutions (S21)."""
     cfg = run.cfg
     count = min(cfg.cold_start, len(run.problems))
-    seeds = random.Random(cfg.seed).sample(run.problems, count)
-    memories = seed_memories(run, seeds)  # lines 2-7
+    seed_problems = random.Random(cfg.seed).sample(run.problems, count)
+    memories = seed_memories(run, seed_problems)  # lines 2-7
     bank = skills.cold_start(  # lines 8-16
         memories,
         bank_writer(run, 0),
         group_size=cfg.merge_group_size,
         patience=cfg.merge_patience,
     )
-    bank.metadata.update(seed=cfg.seed, seed_problems=[x.id for x in seeds])
+    bank.metadata.update(seed=cfg.seed, seed_problems=[x.id for x in seed_problems])
     return bank
 
 
@@ -573,13 +576,13 @@ def seed_memories(run: Run, seeds: Sequence[Problem]) -> list[dict]:
 
 
 def begin_bank(run: Run) -> None:
-    """Set the run's bank: the one it has, that of --bank, or Algorithm 2's (D9)."""
+    """Make the first bank by Algorithm 2, unless the run has its own or that of --bank (D9)."""
     started = time.monotonic()
     seconds = 0.0
     if run.bank is None:
         run.bank = make_bank(run)
         seconds = time.monotonic() - started
-        run.save_bank()  # before the check, as making it may take hours
+        run.save_bank()  # before the check, as making a bank may take hours
         if not (run.bank.general_skills and run.bank.common_mistakes):
             fix = "in a new --out try another --bank or a larger --cold-start"
             raise command.UserError(f"{skills.describe(run.bank)}: no pair, no teacher (S8); {fix}")
@@ -590,9 +593,9 @@ def begin_bank(run: Run) -> None:
 
 
 def evolve_bank(run: Run) -> None:
-    """Line 17: after every F-th step run Algorithm 4 on its window, all ranks' rollouts (D2).
+    """Line 17: after each step that F divides, run Algorithm 4 on the bank's window (D2).
 
-    The window is cleared afterwards, even where the bank stays as it is.
+    The window holds all ranks' rollouts. We empty it afterwards, even if the bank stays as it is.
     """
     if not evolution_is_due(run):
         return
@@ -633,7 +636,7 @@ def train(run: Run, step_fn: Any = train_step) -> int:
     if cfg.uses_skill_bank:  # SGSD does, GRPO does not
         begin_bank(run)
     evolve_bank(run)  # only where a kill or a signal has left an evolution due
-    has_bar = run.world.main and sys.stderr.isatty()  # in a log the steps' lines show progress
+    has_bar = run.world.main and sys.stderr.isatty()  # in a log file the steps' lines show progress
     for step in tqdm(range(run.step + 1, cfg.steps + 1), "train", disable=not has_bar):
         run.clock = runlog.Stopwatch()
         run.signals.in_step = True  # from here to the save a first Ctrl-C waits

@@ -1,7 +1,7 @@
 r"""The skill bank: entries, retrieval, prompts, and Algorithms 2-4, which build and evolve it.
 
 Models are passed as functions: embed(texts) returns a float array [n, d], complete(prompts) returns
-one reply per prompt (`lib.run.bank_writer` is a policy as `complete`).
+one reply per prompt (`lib.run.bank_writer` makes such a function of the policy).
 
 Entries are plain dicts with the paper's field names (App. C). The code replaces entries, and never
 edits one in place. `key` names one of the two lists: "general_skills" or "common_mistakes".
@@ -41,7 +41,7 @@ KINDS = {
     ),
 }
 DYNAMIC = "dyn_"  # precedes the prefix in the id of an entry that online evolution added
-OF_ROW = ("problem_id", "problem", "text", "r", "pred", "gold")  # `memory_of` reads these
+OF_ROW = ("problem_id", "problem", "text", "r", "pred", "gold")  # what `memory_of` reads
 as_json = functools.partial(json.dumps, indent=2, ensure_ascii=False)  # in prompts and files
 
 
@@ -64,7 +64,7 @@ class SkillBank:
     """B = {G, E} (§2.1). `extra` holds a file's unknown keys, so load and save lose nothing.
 
     window: W of Algorithm 4, the rollouts since the last evolution; see `evolution_is_due`. A file
-    has it only if it is not empty.
+    has this field only if the window is not empty.
     """
 
     general_skills: list[dict]
@@ -78,8 +78,8 @@ class SkillBank:
     def load(cls, path: str | pathlib.Path, least: int = 0) -> "SkillBank":
         """Read a bank's JSON. ValueError names the file, the entry and the wrong field.
 
-        ValueError also if a list has fewer than `least` entries: --num-teachers for a bank that is
-        given, 1 for a run's own, whose merges join entries (S8).
+        ValueError also if a list has fewer than `least` entries. `least` is --num-teachers for a
+        --bank, and 1 for a run's own bank, because merges may shorten its lists (S8).
         """
         try:
             data = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
@@ -117,7 +117,7 @@ class SkillBank:
             "metadata": self.metadata,
             **({"window": self.window} if self.window else {}),
         }
-        path = pathlib.Path(path)  # without lib/files.py: this file can be copied alone
+        path = pathlib.Path(path)  # not by lib/files.py, so that skills.py can be copied alone
         path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = path.with_name(f".{path.name}.tmp")
         with open(unfinished, "w", encoding="utf-8", errors="backslashreplace") as f:
@@ -127,10 +127,10 @@ class SkillBank:
     def evolution_is_due(self, step: int, evolve_every: int) -> bool:
         """Whether the bank evolves after this step: F divides it, and W has rollouts (D9).
 
-        Each step's rollouts join W, and an evolution ends by emptying it, whether or not it has
-        changed the bank. So after a step that F divides, W is empty once its evolution is done. A
-        run that was killed before continues with W as its checkpoint has it, and the evolution is
-        still due. evolve_every: F; 0: never.
+        Each step's rollouts join W, and each evolution ends by emptying W, whether or not the bank
+        has changed. So after a step that F divides, W is empty once the evolution is done. If a run
+        was killed before that, it continues with W from its checkpoint, and the evolution is still
+        due. evolve_every: F; 0: never.
         """
         return bool(self.window) and evolve_every > 0 and step % evolve_every == 0
 
@@ -295,7 +295,7 @@ def render_extraction(memory: dict, key: str) -> str:
     prompt = render(f"extract_{KINDS[key].name}s", {"memory_json": as_json(shown)})
     first, second, third = KINDS[key].fields
     form = f'Each item is an object with the string fields "{first}", "{second}" and "{third}".'
-    return f"{prompt}\n{form}"  # S13
+    return f"{prompt}\n{form}"  # the files in prompts/ do not name the fields (S13)
 
 
 def render_merge(items: list[dict], key: str) -> str:
@@ -321,8 +321,9 @@ _COMMANDS = (
 _BACKSLASH = re.compile(
     rf'(\\[\\"/]|\\u[0-9a-fA-F]{{4}}|\\(?!(?:{_COMMANDS})(?![a-zA-Z]))n|\\t(?![a-zA-Z]))|\\'
 )
-# Either a string (group 1), which stays, or a comma, which goes, and a bracket (group 2). In JSON
-# a string follows one of four characters, so a quotation mark in prose hardly ever begins one.
+# A string (group 1), which we match so that its commas stay; or a comma to drop, with the closing
+# bracket behind it (group 2). In JSON a string follows one of four characters, so a quotation mark
+# in prose hardly ever begins a match.
 _TRAILING_COMMA = re.compile(r'([\[{,:]\s*"(?:[^"\\]|\\.)*")|,(\s*[}\]])', re.DOTALL)
 
 
@@ -402,11 +403,11 @@ class Request(NamedTuple):
 def ask(requests: Sequence[Request], complete: Complete) -> list[list[dict]]:
     """The items of each request's reply; [] if neither of two replies can be used (D4).
 
-    We drop an item that lacks one of its three fields. If a reply breaks off, we keep its complete
-    items. A reply can be used if it has an item. The reply to a merge must also be whole, and have
-    no more items than the merge showed. Without items, a memory gives no candidates, and a merge
-    leaves its group as it is. The second reply differs from the first, because `complete` samples
-    the reply to a prompt that comes again (`lib.run.bank_writer`).
+    We drop an item that lacks one of its three fields. The reply to an extraction can be used if it
+    has an item; if the reply breaks off, we keep its complete items. The reply to a merge must also
+    be whole, and have no more items than the merge showed. Without a usable reply, a memory gives
+    no candidates, and a merge leaves its group as it is. The second reply differs from the first,
+    because `complete` samples the reply to a prompt that comes again (`lib.run.bank_writer`).
     """
     items_of_each: list[list[dict]] = [[] for _ in requests]
     for _ in (1, 2):
@@ -436,9 +437,9 @@ def merge_by_layers(items: list[dict], key: str, group_size: int, patience: int)
     At each layer the generator yields the requests, waits, and is sent the items of each request's
     reply. An empty list, too, has a layer, without requests. Returns the merged entries under new
     ids, and a record per layer.
-    items: the candidates C. group_size: H. patience: P. A group stays as it is unless its reply is
-    whole, has an item (S11), and has no more items than the group. If it has fewer, we take it that
-    the writer joined some. A merged entry has the `sources` of its items.
+    items: the candidates. group_size: H. patience: P. A group stays unless its reply is whole, has
+    an item (S11), and has no more items than the group. With fewer, we assume that the writer
+    joined some. An entry gets the `sources` of the item that it repeats, or else of its group.
     """
     layers: list[dict] = []
     stagnant = 0  # line 1
@@ -453,7 +454,7 @@ def merge_by_layers(items: list[dict], key: str, group_size: int, patience: int)
         merged: list[dict] = []
         lost = 0
         for group in groups:
-            of_group = items_of_each.pop(0) if len(group) > 1 else group  # line 4
+            of_group = items_of_each.pop(0) if len(group) > 1 else group  # line 4: no request
             if not of_group:
                 lost += 1
                 merged += group  # line 6
@@ -484,24 +485,24 @@ def merge_lists(
 ) -> tuple[Lists, Lists]:
     """Algorithm 3 on several lists side by side: a layer's requests go into one call of `complete`.
 
-    lists: their items, by key. Each list ends by itself: one may need more layers than another.
-    `next` runs a list up to its first requests, `send` from their answers to the next requests, or
-    to its end.
+    lists: their items, by key. Each merge ends by itself: one may need more layers than another.
+    `next` runs a merge up to its first requests; `send` gives it the replies' items, and runs it up
+    to its next requests or its end.
     """
     merged: Lists = {}
     layers: Lists = {}
     merges: dict[str, Merge] = {}
-    due: dict[str, list[Request]] = {}  # of the lists that are not done
+    due: dict[str, list[Request]] = {}  # of the merges that have not ended
     for key, items in lists.items():
         merges[key] = merge_by_layers(items, key, group_size, patience)
         due[key] = next(merges[key])
     while due:
         items_of_each = iter(ask([*itertools.chain(*due.values())], complete))
         for key, requests in list(due.items()):
-            of_list = [*itertools.islice(items_of_each, len(requests))]  # the next ones are its own
+            of_list = [*itertools.islice(items_of_each, len(requests))]  # in the requests' order
             try:
                 due[key] = merges[key].send(of_list)
-            except StopIteration as done:  # its last layer
+            except StopIteration as done:  # this merge has ended
                 merged[key], layers[key] = done.value
                 del due[key]
     return merged, layers
@@ -653,7 +654,7 @@ def evolve(
     """The bank after online evolution (Alg. 4); the same object if it does not evolve.
 
     Candidates are merged with each other and then, if any are left, with their list's dynamic
-    entries. Static entries stay, and no dynamic entry repeats the text of one (D11).
+    entries. Static entries stay, and no dynamic entry repeats a static one's text (D11).
     window: W, the rows of all rollouts since the last evolution (D2); see `memory_of`.
     evolve_every: F; 0 disables. success_gate: γ. max_new_items: N, for both lists together (S12).
     dynamic_capacity: C, per list. memory_answer: show the reference answers to the writer (D3).
@@ -676,8 +677,8 @@ def evolve(
     merged, layers = merge_lists(joined, complete, group_size, patience)  # line 12
     grown = dict(dynamic)
     for key in merged:
-        originals = _without_copies(merged[key], static[key], key)  # a merge may make a copy again
-        grown[key] = _under_dynamic_ids(originals, dynamic[key], key, step)
+        entries = _without_copies(merged[key], static[key], key)  # a merge may make a copy again
+        grown[key] = _under_dynamic_ids(entries, dynamic[key], key, step)
     after = limit_growth(dynamic, grown, max_new_items, dynamic_capacity)  # line 13
     update = {"step": step, "success": success}
     update["lost_replies"] = lost + lost_in(new_layers) + lost_in(layers)
@@ -690,7 +691,7 @@ def evolve(
 def _counts_of_update(
     candidates: Lists, new: Lists, dynamic: Lists, after: Lists
 ) -> dict[str, int]:
-    """What an evolution did to both lists, for `metadata`. The arguments are those of `evolve`."""
+    """What an evolution did to both lists, for `metadata`. The arguments are locals of `evolve`."""
     counts = {}
     for key in KINDS:
         counts[f"candidate_{key}"] = len(candidates[key])
@@ -713,8 +714,9 @@ def split(bank: SkillBank, key: str) -> tuple[list[dict], list[dict]]:
 
 
 def _under_dynamic_ids(entries: list[dict], dynamic: list[dict], key: str, step: int) -> list[dict]:
-    """Entries under the id of the dynamic entry with the same texts, or else under a new one."""
+    """Entries under the id of the dynamic entry with the same texts, or else under a new id."""
     kind = KINDS[key]
+    # Reversed, so that of entries with the same texts the first one's id counts.
     old_ids = {_texts(entry, key): entry[kind.id_field] for entry in reversed(dynamic)}
     renamed = []
     number = 0

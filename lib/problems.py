@@ -42,7 +42,8 @@ DAPO_PREFIX = (
 )
 DAPO_SUFFIX = 'Remember to put your answer on its own line after "Answer:".'
 CJK = re.compile(r"[\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af\uf900-\ufaff]")
-BLANK = re.compile(r"[\s\u00ad\u200b-\u200f\u202a-\u202e\u2060-\u2064\ufeff]*")  # or without width
+# Matches a text of nothing but blanks and characters without width.
+BLANK = re.compile(r"[\s\u00ad\u200b-\u200f\u202a-\u202e\u2060-\u2064\ufeff]*")
 
 
 def load_problems(
@@ -62,7 +63,7 @@ def load_problems(
 
     source: a JSONL or parquet file, HUB_ID or HUB_ID:CONFIGURATION, or a folder in the hub's
     layout. Hub and folder have splits. answer_after: the mark before an answer, as GSM8K's "####".
-    boxed: whether a solution has its answer in a box: we refuse a reference of several lines.
+    boxed: whether the verifier reads boxes; if so, we refuse a reference of several lines.
     unique: keep one copy of a problem, and none if the answers of its copies differ.
 
     Returns the problems, whose ids all differ, and the counts: rows, not_english, duplicates,
@@ -128,7 +129,7 @@ def _problem(
 
 
 def _text(row: dict, name: str) -> str:
-    """A field's text without blanks around it, or its number's digits. ValueError if it has none.
+    """A field's text without blanks around it, or its number's digits. ValueError for all else.
 
     A float has the digits of its `repr`, but no exponent: as mathematics, 1e-05 would be e - 5.
     """
@@ -163,7 +164,7 @@ def _rows(source: str, split: str) -> Iterator[tuple[str, Any]]:
         yield from _json_rows(path)
     elif path.suffix == ".parquet":
         yield from _hub_rows(source, "parquet", split="train", data_files=source)
-    else:  # also a folder: by its files' names the library tells which split each belongs to
+    else:  # a hub id, or a folder: its files' names tell the library their splits
         hub, _, configuration = source.partition(":")
         yield from _hub_rows(source, hub, split=split, name=configuration or None)
 
@@ -172,7 +173,7 @@ def _json_rows(file: pathlib.Path) -> Iterator[tuple[str, Any]]:
     """(where, row) for each line of a file."""
     where = str(file)
     try:
-        with file.open(encoding="utf-8-sig") as lines:  # Windows may put a mark in front
+        with file.open(encoding="utf-8-sig") as lines:  # Windows may put a byte order mark first
             for i, line in enumerate(lines, 1):
                 where = f"{file}:{i}"
                 if line.strip():
@@ -180,7 +181,7 @@ def _json_rows(file: pathlib.Path) -> Iterator[tuple[str, Any]]:
     except OSError as e:
         raise ValueError(f"{file}: {e.strerror}") from None
     except (ValueError, RecursionError) as e:
-        cause = str(e).replace("line 1 ", "")
+        cause = str(e).replace("line 1 ", "")  # json sees this line alone
         raise ValueError(f"{where}: not read as JSON in UTF-8 ({cause})") from None
 
 
@@ -194,12 +195,12 @@ def _hub_rows(source: str, *where: str, **options: Any) -> Iterator[tuple[str, d
 
     try:
         data = datasets.load_dataset(*where, **options)
-        # DAPO has 1.8 million rows; one by one is slow.
+        # DAPO has 1.8 million rows: we read 10,000 at a time, because one by one is slow.
         parts = (zip(*part.values()) for part in data.iter(batch_size=10_000))
         for i, values in enumerate(itertools.chain.from_iterable(parts)):
             yield f"{source} row {i}", dict(zip(data.column_names, values))
     except Exception as e:  # the library raises many kinds: offline, no such id, no such split
-        e = e.__cause__ if isinstance(e.__cause__, Exception) else e  # "An error occurred" hides it
+        e = e.__cause__ if isinstance(e.__cause__, Exception) else e  # not just "An error occurred"
         cause = f"{type(e).__name__}: {textwrap.shorten(str(e), 300, placeholder=' ...')}"
         raise ValueError(f"{source}: not read ({cause}); check --data and --split") from None
 
@@ -207,8 +208,8 @@ def _hub_rows(source: str, *where: str, **options: Any) -> Iterator[tuple[str, d
 # -------------------------------------------------------------------------------- evaluation sets
 
 
-SETS: dict[str, tuple[str, str, dict[str, str]]] = {  # source, split and fields
-    "aime24": ("HuggingFaceH4/aime_2024", "train", {}),  # the paper's three
+SETS: dict[str, tuple[str, str, dict[str, str]]] = {  # source, split and other arguments
+    "aime24": ("HuggingFaceH4/aime_2024", "train", {}),  # the first three are the paper's
     "aime25": ("yentinglin/aime_2025", "train", {}),
     "hmmt25": ("MathArena/hmmt_feb_2025", "train", {}),
     "aime26": ("MathArena/aime_2026", "train", {}),
@@ -219,10 +220,10 @@ SETS: dict[str, tuple[str, str, dict[str, str]]] = {  # source, split and fields
 
 
 def load_set(name: str, split: str, **reading: Any) -> list[Problem]:
-    """Read an evaluation set: one of SETS, or any source of `load_problems`; copies stay in it.
+    """Read an evaluation set, copies included: one of SETS, or any source of `load_problems`.
 
-    reading: the arguments of `load_problems` for a source that is not one of SETS. ValueError for a
-    problem that has two answers.
+    split, reading: arguments of `load_problems` for a source that is not one of SETS. ValueError
+    for a problem whose copies have different answers.
     """
     source, split, reading = SETS.get(name, (name, split, reading))
     data, _ = load_problems(source, split=split, unique=False, **reading)
@@ -241,7 +242,7 @@ def fingerprint(problem: str) -> str:
 
 
 def refuse_overlap(problems: Sequence[Problem], where: str) -> None:
-    """ValueError, with all of them, if training problems are in the paper's evaluation sets.
+    """ValueError that names all training problems that are in the paper's evaluation sets.
 
     where: the source of the problems, for the error. eval_sets.json has the sets' fingerprints.
     """
@@ -269,11 +270,11 @@ def minibatch(
 
     Each epoch is a permutation of the data, and a batch may span several. step: from 1.
     Returns batch_size pairs (problem, epoch). The epoch goes into the key of a problem's draws, so
-    that they differ from those of other epochs.
+    that a problem that comes twice in a batch is sampled with different draws.
     """
     batch: list[tuple[Problem, int]] = []
     orders: dict[int, list[int]] = {}  # by epoch
-    for place in range((step - 1) * batch_size, step * batch_size):  # among all that are ever drawn
+    for place in range((step - 1) * batch_size, step * batch_size):  # in all epochs, end to end
         epoch, i = divmod(place, len(data))
         if epoch not in orders:
             generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)

@@ -1,6 +1,6 @@
-"""The verdict: a completion's answer, and whether it is right (D5). No torch.
+"""The verdict: a completion's answer, and whether it is right (D5). This module needs no torch.
 
-A `Judge` decides for a domain: subclass it in a file of your own and name that with --verifier.
+A `Judge` decides for a domain: subclass it in a file of your own, for --verifier MODULE:CLASS.
 `Verifier`, the default, judges mathematics. Equal texts and integers are decided at once;
 math-verify decides the rest, in a worker process that ends when an answer takes too long.
 """
@@ -24,7 +24,7 @@ MEMORY_BYTES = 1 << 30  # of the worker's address space
 
 
 def extract_answer(text: str) -> str | None:
-    r"""The text in the last `\boxed{}` after the last `</think>`; None if none, or never closed.
+    r"""The text in the last `\boxed{}` after the last `</think>`; None if missing or not closed.
 
     A thinking block that is still open at the end holds no answer. Boxes may hold nested braces. A
     box without braces counts if a dollar sign ends it: `$\boxed 5$`.
@@ -72,7 +72,10 @@ class Judge(AbstractContextManager):
         self.timeout_s = timeout_s
 
     def answer(self, text: str) -> str | None:
-        """The answer in a completion, or None. If the prompt ends on a think tag, `text` has it."""
+        """The answer in a completion, or None.
+
+        text: the completion; if its prompt ends on an open think tag, `text` begins with that tag.
+        """
         return extract_answer(text)
 
     def is_right(self, problem: Any, answer: str) -> bool:
@@ -80,11 +83,11 @@ class Judge(AbstractContextManager):
         raise NotImplementedError
 
     def same(self, one: str, other: str) -> bool:
-        """Whether maj@k counts two answers together, both right or both wrong."""
+        """Whether maj@k counts two answers together. Both are right, or both are wrong."""
         return one == other
 
     def judge(self, cases: Sequence[tuple[Any, str]]) -> list[Verdict]:
-        """The verdict of each (problem, completion), in order. Without an answer it is wrong."""
+        """The verdict of each (problem, completion), in order: wrong where there is no answer."""
         verdicts = []
         for problem, text in cases:
             answer = None
@@ -107,8 +110,8 @@ class Judge(AbstractContextManager):
 def load_judge(name: str) -> type[Judge]:
     """The class MODULE:CLASS; ValueError if there is none, or it cannot judge.
 
-    The module is installed or lies in the working directory. We search that last, so that no file
-    there takes the place of one of ours.
+    The module is installed or lies in the working directory. We search the working directory last,
+    so that no file there takes the place of one of ours.
     """
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
@@ -165,7 +168,7 @@ def without_layout(latex: str) -> str:
 
 
 INSIDE = r"(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*"  # what stands between two braces
-SPELLINGS = [  # what models write and math-verify misreads, and our replacement; in order
+SPELLINGS = [  # (what models write and math-verify misreads, our replacement), applied in order
     ("−", "-"),
     ("²", "^2"),
     ("³", "^3"),
@@ -187,12 +190,12 @@ SPELLINGS = [  # what models write and math-verify misreads, and our replacement
 ]
 
 
-INFINITE = re.compile(r"inf|(?<![a-zA-Z])oo(?![a-zA-Z])")  # oo is sympy's name
+INFINITE = re.compile(r"inf|(?<![a-zA-Z])oo(?![a-zA-Z])")  # oo is sympy's infinity
 
 
 def respell(answer: str) -> str:
     """An answer as math-verify can read it."""
-    for pattern, replacement in 2 * SPELLINGS:  # twice: {\text{odd}}
+    for pattern, replacement in 2 * SPELLINGS:  # twice, as spellings nest: {\text{odd}}
         answer = re.sub(pattern, replacement, answer)
     return answer
 
@@ -206,18 +209,21 @@ def math_verdict(gold: str, pred: str) -> bool:
 
     gold = respell(gold)
     pred = respell(pred)
-    if re.fullmatch(r"[a-zA-Z]{3}[a-zA-Z ]*", gold):  # words: as a product CBAD would be ABCD
+    if re.fullmatch(r"[a-zA-Z]{3}[a-zA-Z ]*", gold):  # words, not products: else CBAD = ABCD
         return gold.casefold().split() == pred.casefold().split()
     if INFINITE.search(pred) and not INFINITE.search(gold):
         return False
     if gold == pred != "":
         return True
-    equal = verify(read(gold), read(pred), timeout_seconds=None)
+    equal = verify(read(gold), read(pred), timeout_seconds=None)  # `main` limits the time
     return equal and not are_tiny_and_differ(read(gold), read(pred))
 
 
 def are_tiny_and_differ(golds: Sequence[Any], preds: Sequence[Any]) -> bool:
-    """Whether two numbers below 1e-3 differ by a part in 1,000: math-verify rounds to 1e-6."""
+    """Whether the reference is below 1e-3, and the answer differs from it by more than 0.1%.
+
+    math-verify rounds to 1e-6, so it may call such numbers equal.
+    """
     try:
         gold = golds[0].doit().evalf(30)
         pred = preds[0].doit().evalf(30)
@@ -237,8 +243,8 @@ def read(latex: str) -> Any:
 class Verifier(Judge):
     """Judges mathematics, from any thread. An answer that takes too long is wrong.
 
-    One worker process decides, one answer at a time. It starts with this object: ImportError if it
-    cannot. It ends with `close` or with this process.
+    One worker process decides, one answer at a time. The worker starts with this object
+    (ImportError if it cannot start), and ends with `close` or with this process.
     """
 
     def __init__(self, timeout_s: float = 5.0):
@@ -293,7 +299,7 @@ class Verifier(Judge):
                 if reply:
                     return reply == "true\n"
                 self.close()
-                # (`close` killed nothing, as the worker was dead: so this is what it died of.)
+                # (The worker was dead before `close`: its return code says what it died of.)
                 if worker.returncode == -signal.SIGALRM:  # its time was up
                     self.timeouts += 1
                     break
