@@ -544,7 +544,7 @@ def make_bank(run: Run) -> SkillBank:
     return bank
 
 
-def seed_memories(run: Run, seeds: Sequence[Problem]) -> list[dict]:
+def seed_memories(run: Run, seed_problems: Sequence[Problem]) -> list[dict]:
     """Solve the seed problems; a memory of each, in their order (Algorithm 2, lines 2-7).
 
     Memories are logged as they come. A run that continues a killed cold start uses them again.
@@ -553,7 +553,7 @@ def seed_memories(run: Run, seeds: Sequence[Problem]) -> list[dict]:
     memories = dict(run.memories)
     thinking = "bare" if cfg.cold_start_thinking else "closed"
     jobs: list[Job] = []
-    for x in seeds:
+    for x in seed_problems:
         if x.id not in memories:
             key = rollout.sample_key(cfg.seed, 0, x.id)
             text = skills.render("seed_problem", {"problem": x.problem})
@@ -572,7 +572,7 @@ def seed_memories(run: Run, seeds: Sequence[Problem]) -> list[dict]:
             fresh.append({**memory, "truncated": roll.truncated})
         run.log_rows("bank/memories", fresh)
         memories |= {memory["problem_id"]: memory for memory in fresh}
-    return [memories[x.id] for x in seeds]
+    return [memories[x.id] for x in seed_problems]
 
 
 def begin_bank(run: Run) -> None:

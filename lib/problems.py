@@ -185,8 +185,8 @@ def _json_rows(file: pathlib.Path) -> Iterator[tuple[str, Any]]:
         raise ValueError(f"{where}: not read as JSON in UTF-8 ({cause})") from None
 
 
-def _hub_rows(source: str, *where: str, **options: Any) -> Iterator[tuple[str, dict]]:
-    """(where, row) for each row of `datasets.load_dataset(*where, **options)`.
+def _hub_rows(source: str, *args: str, **options: Any) -> Iterator[tuple[str, dict]]:
+    """(where, row) for each row of `datasets.load_dataset(*args, **options)`.
 
     Without a network the library tries to reach the hub for half a minute, says so, and then looks
     into its cache.
@@ -194,7 +194,7 @@ def _hub_rows(source: str, *where: str, **options: Any) -> Iterator[tuple[str, d
     import datasets  # only hub ids, folders and parquet need it
 
     try:
-        data = datasets.load_dataset(*where, **options)
+        data = datasets.load_dataset(*args, **options)
         # DAPO has 1.8 million rows: we read 10,000 at a time, because one by one is slow.
         parts = (zip(*part.values()) for part in data.iter(batch_size=10_000))
         for i, values in enumerate(itertools.chain.from_iterable(parts)):
