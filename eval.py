@@ -10,16 +10,18 @@ Base+Skill, with the bank's nearest entries in each prompt. The last samples on 
 such as vLLM's (docs/engines.md), which loads and unloads the checkpoints. We print a line for each
 model and set, and at the end the command that compares them (extras/compare.py).
 
-If the command names no verifier or fields, we take over the run's; sets that have a name here are
-mathematics. We take over nothing else, so give sets, thinking and sampling yourself. At its end a
-training run prints a command for eval.py, with the flags for its own thinking and sampling.
+If the command names no verifier or fields, we take over those of the checkpoints' run; named sets,
+such as aime24, are mathematics. We take over nothing else, so give sets, thinking and sampling
+yourself. At its end a training run prints a command for eval.py, with the flags for its own
+thinking and sampling.
 
 The folder of a checkpoint is RUN/eval/step_000200. That of any other model is eval/NAME, in the
 first run among the PATHs or else in the working directory; with --skills the name ends with
 --skills. A folder holds samples.jsonl and results.json ({set: figures}). Each sample has a digest
 of all that it depends on: settings, weights, prompt, draws, reference answer. We draw the samples
-that are missing, and use none of other settings. So the same command continues a killed one, and an
-earlier command, given again, prints its figures at once. A call replaces the figures of its sets.
+whose digests are missing, and ignore rows with other digests. So the same command continues a
+killed one, and an earlier command, given again, prints its figures at once. Each command replaces
+the figures of its sets in results.json.
 
 Dimension key: P problems, K samples per problem.
 """
@@ -48,8 +50,8 @@ from lib.problems import Problem
 from rollout import Job, Rollout
 
 # --------------------------------------------------------------------------- the metrics
-# Copy from here to the next line of dashes, and of the imports above math, NumPy as np,
-# collections.Counter; Callable, Hashable and Sequence of collections.abc; typing.Any.
+# To copy the metrics, take everything from here to the next line of dashes, and the imports of
+# math, np, Counter, Callable, Hashable, Sequence and Any.
 
 
 def avg_at_k(correct_PK: np.ndarray) -> float:
@@ -101,8 +103,8 @@ def bootstrap_interval(sets_P: Sequence[np.ndarray]) -> tuple[float | None, floa
     """95% interval of a mean over problems, by percentile bootstrap.
 
     sets_P: per set its problems' scores, or the paired differences of two policies. For several
-    sets it is the interval of the mean of their means. (None, None) for a set of fewer than ten
-    problems, or if all scores are equal: for 40 problems that all score 0 it would be 0 to 0.
+    sets we return the interval of the mean of their means. (None, None) if a set has fewer than ten
+    problems, or if no set has two different scores: 40 problems that all score 0 would give 0 to 0.
     """
     enough = all(len(scores_P) >= 10 for scores_P in sets_P)
     if not enough or all(np.ptp(scores_P) < 1e-9 for scores_P in sets_P):  # equal up to rounding
@@ -168,10 +170,10 @@ OF_TRL = ("trainer_state.json", "training_args.bin")
 
 
 def base_of(place: pathlib.Path, base: str) -> str:
-    """The model under an adapter, or `base` in its place. A plain model is its own base.
+    """The model under an adapter: `base`, or if that is "" the base that the adapter names.
 
-    ValueError for a damaged checkpoint, and if the base is a path that is not there, such as one of
-    another machine.
+    A plain model is its own base. ValueError for a damaged checkpoint, and if the base is a path
+    that is not there, such as one of another machine.
     """
     needed = {}  # the other files may be gone
     for name, digest in files.digests_of(place).items():
@@ -226,14 +228,14 @@ Sets = dict[str, list[Problem]]  # by the set's name
 def filled(cfg: EvalConfig, policies: list[Policy]) -> EvalConfig:
     """The settings, with verifier and fields where the command leaves them open.
 
-    For files and hub ids they are those of the policies' runs, or without a run training's. Sets
-    that have a name here are mathematics, and have their own fields (`problems.SETS`). If the
+    For files and hub ids we take those of the policies' runs, or without a run the defaults of
+    training. Named sets are mathematics, and have their own fields (`problems.SETS`). If the
     command names another --answer-field than the run's, we do not take over the run's
     --answer-after. ValueError if runs differ, or if sets need two verifiers.
     """
     named = [source for source in cfg.data if source in problems.SETS]
     has_files = len(named) < len(cfg.data)  # named sets alone need nothing of a run
-    trained = []  # the runs' settings
+    settings_of_runs = []
     for run in dict.fromkeys(run_of(pathlib.Path(policy.path)) for policy in policies):
         if run and has_files and (run / "config.json").exists():
             manifest = files.read_json(run / "config.json", {"settings": dict})
@@ -241,7 +243,7 @@ def filled(cfg: EvalConfig, policies: list[Policy]) -> EvalConfig:
             own_field = settings.get("answer_field", config.Common.answer_field)
             if cfg.answer_field not in ("", own_field):
                 settings["answer_after"] = ""
-            trained.append(settings)
+            settings_of_runs.append(settings)
     reading = {}
     taken_over = {}
     for name in ("verifier", "problem_field", "answer_field", "answer_after"):
@@ -249,7 +251,7 @@ def filled(cfg: EvalConfig, policies: list[Policy]) -> EvalConfig:
             reading[name] = getattr(cfg, name)
             continue
         default = getattr(config.Common, name)
-        values = {str(settings.get(name, default)) for settings in trained} or {default}
+        values = {str(settings.get(name, default)) for settings in settings_of_runs} or {default}
         if len(values) > 1:
             rule = f"the runs trained with {', '.join(map(repr, sorted(values)))}"
             raise ValueError(f"{config.flag(name)}: {rule}; name one, or evaluate one by one")
@@ -259,7 +261,7 @@ def filled(cfg: EvalConfig, policies: list[Policy]) -> EvalConfig:
         rule = f"mathematics, and the run's verifier is {reading['verifier']}"
         raise ValueError(f"--data {' '.join(named)}: {rule}; give one --verifier, or two commands")
     words = config.flags_that_differ(taken_over, asdict(config.Common()))
-    if trained and words:
+    if settings_of_runs and words:
         print("as in training, files are read and judged with", *words)
     return replace(cfg, **reading)
 
@@ -296,7 +298,7 @@ def prepare(
 ) -> list[list[Sample]]:
     """Fill in each policy's settings, samples and results, and lock its folder.
 
-    Returns the samples that each policy lacks. We look at all models here, but load no numbers.
+    Returns the samples that each policy lacks. We look at all models here, but load no weights.
     digests: of the models' files, by path.
     held: the exit stack that unlocks the folders at the end. ValueError for bad input.
     """
@@ -327,23 +329,23 @@ def prepare(
 
 
 def look_at(base: str, cfg: EvalConfig) -> tuple[Any, Any]:
-    """A model without its numbers, and its tokenizer."""
+    """A model without its weights, and its tokenizer."""
     if cfg.server:
         return model.load_outline(base)
     return model.load_model(base, "meta", dtype=cfg.dtype, attn=cfg.attn)
 
 
 def print_trained(policies: list[Policy], sets: Sets) -> None:
-    """Print how many of the problems a run was trained on, if it was on any."""
-    asked = set()
+    """Print how many of the problems each run was trained on, if any."""
+    fingerprints = set()
     for x in itertools.chain.from_iterable(sets.values()):
-        asked.add(problems.fingerprint(x.problem))
+        fingerprints.add(problems.fingerprint(x.problem))
     for run in dict.fromkeys(run_of(pathlib.Path(policy.path)) for policy in policies):
         if not run or not (run / "problems.json").exists():
             continue
-        if seen := asked & {*files.read_json(run / "problems.json")}:
+        if seen := fingerprints & {*files.read_json(run / "problems.json")}:
             print(
-                f"{run} was trained on {len(seen)} of these {len(asked)} problems, "
+                f"{run} was trained on {len(seen)} of these {len(fingerprints)} problems, "
                 "by their letters and digits"
             )
 
@@ -413,7 +415,7 @@ def samples_of(
 
 
 def judged_by(x: Problem, cfg: EvalConfig) -> list:
-    """What a verdict depends on. Another verifier may also read the other fields of a row."""
+    """What a verdict reads of a problem. Only a verifier of the user's own may read `extra`."""
     extra = sorted(x.extra.items()) if cfg.verifier != MATHEMATICS else []
     return [x.problem, x.answer, extra]
 
@@ -431,9 +433,9 @@ def draw(
     policy: Policy, missing: list[Sample], verifier: verify.Judge, cfg: EvalConfig, world: World
 ) -> None:
     """Draw a policy's missing samples, on all ranks. Rank 0 appends them to samples.jsonl."""
-    with contextlib.ExitStack() as loaded:
+    with contextlib.ExitStack() as at_exit:
         with command.one_line_errors(cfg.program, *command.GIVEN):
-            lm, tokenizer, stream, engine = load_policy(policy, cfg, world, loaded)
+            lm, tokenizer, stream, engine = load_policy(policy, cfg, world, at_exit)
             stops = rollout.stop_ids(lm, tokenizer)
         distributed.barrier(world)  # until all ranks have loaded it
         sampling = rollout.Sampling(cfg.temperature, cfg.top_p, cfg.top_k, cfg.max_new_tokens)
@@ -467,9 +469,9 @@ def draw(
 def load_policy(
     policy: Policy, cfg: EvalConfig, world: World, loaded: contextlib.ExitStack
 ) -> tuple[Any, Any, Callable[..., Any], str]:
-    """The model, its tokenizer, a decoding function like `rollout.stream`, and the engine's name.
+    """The model, its tokenizer, a function stream(jobs, sampling, rows), and the engine's name.
 
-    With a server the model is an outline. loaded: the exit stack that unloads its adapter.
+    With a server the model is an outline. loaded: the exit stack that unloads the server's adapter.
     """
     is_adapter = policy.path != policy.base
     if cfg.server:
@@ -492,10 +494,10 @@ def load_policy(
 def figures(
     ids: Sequence[str], rows: list[dict], k: int, same: Callable[[Any, Any], bool]
 ) -> dict[str, Any]:
-    """The figures of one set. ids: its problems'. rows: of samples.jsonl, in order, k a problem.
+    """The figures of one set. ids: of its problems. rows: of samples.jsonl, k each, in order.
 
-    "right" has each problem's count of right samples: extras/compare.py pairs policies by it. same:
-    whether two answers to a problem are the same, such as `Judge.same`.
+    "right" has each problem's count of right samples, from which extras/compare.py compares
+    policies. same: whether two answers to a problem are the same, such as `Judge.same`.
     """
     correct_PK = np.array([row["r"] > 0 for row in rows]).reshape(-1, k)
     low, high = bootstrap_interval([correct_PK.mean(1)])
@@ -521,11 +523,11 @@ def figures(
 
 
 def interval(row: dict[str, Any], name: str) -> str:
-    """The interval of a figure in percent, or "none" for too few problems or equal scores.
+    """The interval of a figure in percent, or "none" where `bootstrap_interval` gave None.
 
     row: as in results.json.
-    If all samples are wrong, or all right, we use the rule of three: with n problems, the true rate
-    is at most 3/n, or at least 1 - 3/n.
+    If the figure is 0 or 1, we use the rule of three instead: with n problems, the true rate is at
+    most 3/n, or at least 1 - 3/n.
     """
     low = row[f"{name}_low"]
     high = row[f"{name}_high"]
@@ -566,7 +568,7 @@ def line_of(policy: Policy, name: str, row: dict[str, Any], cfg: EvalConfig) -> 
 
 def evaluate(cfg: EvalConfig, world: World) -> None:
     """Sample every policy on every set; write the results and print a line for each."""
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as at_exit:
         with command.one_line_errors(cfg.program, *command.GIVEN):
             # Rank 0 reads folders and data, and tells the others; each rank reads the models.
             policies = find_policies(cfg) if world.main else []
@@ -574,15 +576,15 @@ def evaluate(cfg: EvalConfig, world: World) -> None:
             policies, cfg = distributed.broadcast((policies, cfg), world)
             digests = digests_of_weights(policies)
             distributed.refuse_other_files(files.digest(digests), world)
-            verifier = held.enter_context(verify.load_judge(cfg.verifier)(cfg.verify_timeout))
+            verifier = at_exit.enter_context(verify.load_judge(cfg.verifier)(cfg.verify_timeout))
             sets = load_sets(cfg) if world.main else {}
-            missing = prepare(policies, sets, digests, cfg, world, held) if world.main else None
-            # Rank 0 alone has filled in its policies; the others need no more than these.
+            missing = prepare(policies, sets, digests, cfg, world, at_exit) if world.main else None
+            # `prepare` has filled in rank 0's policies; other ranks need only the missing samples.
             missing = distributed.broadcast(missing, world)
-        held.enter_context(command.one_line_errors(cfg.program, *command.LATER))
-        for policy, lacking in zip(policies, missing):
-            if lacking:
-                draw(policy, lacking, verifier, cfg, world)
+        at_exit.enter_context(command.one_line_errors(cfg.program, *command.LATER))
+        for policy, samples in zip(policies, missing):
+            if samples:
+                draw(policy, samples, verifier, cfg, world)
             if world.main:
                 write_results(policy, sets, verifier, cfg)
         late = sum(distributed.all_gather(verifier.timeouts, world))
@@ -629,7 +631,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     command.Signals().install()  # a signal ends the command at once
     cfg = command.parse(argv, __doc__, EvalConfig)
     with command.one_line_errors(cfg.program, *command.GIVEN):
-        # With a server this process computes nothing: CPU and gloo.
+        # With a server this process decodes nothing: the CPU and gloo are enough.
         world = distributed.init("cpu" if cfg.server else cfg.device)
     evaluate(cfg, world)
     return 0

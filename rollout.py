@@ -1,8 +1,8 @@
 """A rollout: problem -> prompt ids -> sampled ids -> text -> answer -> outcome r in {-1, +1}.
 
 Two guarantees. The ids that we sample are the ids that we score: we never tokenize decoded text.
-And the draw of a token depends on (seed, step, problem, sample index, position) alone: the batch,
-the rank and the order of work change it only through the rounding of the logits.
+And a token's random number depends on (seed, step, problem, sample index, position) alone, so the
+batch, the rank and the order of work change samples only through the rounding of the logits.
 
 Dimension key: B rows of a batch, L places of a padded row, V vocabulary, C tokens with probability
 > 0, M the most likely of these; in a cache H heads of D numbers.
@@ -28,10 +28,11 @@ from transformers.cache_utils import LinearAttentionAndFullAttentionLayer as Hyb
 THINK = ("<think>", "</think>")
 LONGEST_TURN = 64  # tokens per call of `generate`; then finished rows leave
 TURN_TOKENS = {"cpu": 16}  # by kind of device; on all others LONGEST_TURN
-FREE_PLACES = 64  # that a layer's buffers have behind their keys and values
+FREE_PLACES = 64  # empty places for coming tokens, at the end of each new `RoomyLayer` buffer
 READ_TOKENS = 16384  # limit of one prefill, with padding: its mask has rows x longest^2 numbers
-# Share of a GPU's memory for weights and cache. The rest is for a prefill of 38,912 tokens (8B: 6
-# GB), the logits of 64 rows and a layer's second copy (estimated, not measured).
+# Share of a GPU's memory for weights and cache. The rest is for the prefill of one row of 38,912
+# tokens (6 GB for an 8B model), the logits of 64 rows and a second copy of one layer's cache
+# (estimated, not measured).
 MEMORY_SHARE = 0.8
 STATES = ("conv_states", "recurrent_states")  # a cache layer's dicts of states, whose size is fixed
 
@@ -39,7 +40,7 @@ STATES = ("conv_states", "recurrent_states")  # a cache layer's dicts of states,
 def causal_lm(model):
     """The transformers model inside a PEFT wrapper, adapters included; or the model itself.
 
-    scoring.py and lib/model.py have it, too, so that each of the three files can be copied alone.
+    scoring.py and lib/model.py repeat this function, so that each file can be copied alone.
     """
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
@@ -115,7 +116,7 @@ def context_limit(model) -> float:
     rope = getattr(config, "rope_parameters", None) or {}
     stretched = (
         rope["original_max_position_embeddings"] * rope["factor"]
-        if rope.get("rope_type") == "yarn"  # llama3's limit has its factor in it
+        if rope.get("rope_type") == "yarn"  # llama3's max_position_embeddings is stretched
         else 0
     )
     return max(getattr(config, "max_position_embeddings", None) or math.inf, stretched)
@@ -137,7 +138,8 @@ class Sampling:
 def sample_key(seed: int, step: int, name: str, sample: int = 0) -> int:
     """The 64-bit key of one completion; the key and a position determine one draw.
 
-    name: what is completed, such as a problem's id or a prompt.
+    step: 0 outside training steps. name: what is completed, such as a problem's id or a prompt.
+    sample: differs between the completions of one name in one step, as a problem's epoch does.
     """
     words = f"{seed}|{step}|{sample}|{name}".encode("utf-8", "surrogatepass")
     return int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "big")
@@ -205,11 +207,11 @@ class KeyedDraw(LogitsProcessor):
 class Job:
     """A prompt to complete. `stream` fills in the sampled ids, and sets `done` after the last."""
 
-    index: int  # the caller's number of it
+    index: int  # the caller's number for this job
     prompt: list[int]
     key: int  # a `sample_key`
     limit: int | None = None  # most tokens of the completion; None: the sampling's max_new_tokens
-    x: Any = None  # has .id, .problem and .answer; None if the completion is not judged
+    x: Any = None  # the problem, with .id, .problem, .answer; None: nobody judges the completion
     ids: list[int] = field(default_factory=list)
     done: bool = False
 
@@ -234,12 +236,12 @@ def stream(
 
     rows: maximum number of jobs decoded at once, each a row of the batch; when one is done, the
     next joins. places: maximum number of tokens in the cache, with padding and free places; 0: as
-    many as memory holds. When rows outgrow it, those that joined last leave, wait and are prefilled
+    many as memory holds. If the rows need more, the last to join leave, wait and are prefilled
     again later; one row always stays. A job's sampled ids end on a stop id, at its limit, or with
     the model's context (S35); there are none if its prompt fills the context.
-    A turn is a call of Hugging Face's `generate`, of at most LONGEST_TURN tokens; we keep the cache
-    between calls. The model's own generation_config has no effect. The model is in eval mode until
-    the stream ends, because in train mode, with activation checkpointing, some have no cache.
+    A turn prefills the jobs that join, then adds up to LONGEST_TURN tokens to each row by a call of
+    Hugging Face's `generate`, without the model's own generation_config. The stream keeps the model
+    in eval mode: with activation checkpointing, some models in train mode decode without a cache.
     Raises ValueError on an empty prompt, on rows < 1, and as `stop_ids` does.
     """
     if rows < 1 or not all(job.prompt for job in jobs):
@@ -256,16 +258,16 @@ def stream(
     try:
         token_bytes, row_bytes = cache_bytes(causal)
         places = places or cache_places(causal.device, token_bytes)
-        extra = LONGEST_TURN + FREE_PLACES + row_bytes / token_bytes  # per row; in tokens
+        extra = LONGEST_TURN + FREE_PLACES + row_bytes / token_bytes  # added to each row, in tokens
         yield [job for job in jobs if job.done]  # whose prompts fill the context
         while waiting or running:
             while pack := _next_pack(waiting, running, rows, places, extra):
                 fresh = _empty_cache(causal)
-                _decode(causal, pack, fresh, 1, sampling, stops)  # reads all, samples the first
+                _decode(causal, pack, fresh, 1, sampling, stops)  # prefill; adds one token
                 running += pack
                 width = _width(running) - 1
                 cache = _gathered([cache, fresh], slice(None), width) if cache else fresh
-            if not any(job.done for job in running):  # a first token may be a stop id
+            if not any(job.done for job in running):  # else the rows that are done leave first
                 _decode(causal, running, cache, _turn(causal, running), sampling, stops)
             yield [job for job in running if job.done]
             staying = [b for b, job in enumerate(running) if not job.done]
@@ -303,7 +305,7 @@ def _next_pack(
 
 
 def _turn(causal, jobs: list[Job]) -> int:
-    """Tokens of the next turn: as many as some job wants, within the longest row's context."""
+    """How many tokens the next turn adds to each row: at most the largest `tokens_left`."""
     most = TURN_TOKENS.get(causal.device.type, LONGEST_TURN)
     left = context_limit(causal) - _width(jobs)  # above 0, as a row at the context's end is done
     return int(min(most, max(job.tokens_left for job in jobs), left))
@@ -421,8 +423,8 @@ def _empty_cache(causal) -> DynamicCache:
     """An empty cache, whose rows can leave and be joined by others.
 
     The config decides the kind of each layer (states for linear attention), with two exceptions:
-    keys and values get free places, and a layer with a sliding window keeps all of them, because
-    the window's own cache counts places and would count wrong.
+    keys and values get free places, and a layer with a sliding window keeps all keys and values,
+    because transformers' own layer would not notice that we cut or pad them.
     """
     cache = DynamicCache(config=causal.config)
     for i, layer in enumerate(cache.layers):
@@ -497,7 +499,7 @@ def rollouts(
 
     stops: from `stop_ids`. verifier: its judge(cases) takes pairs of a problem and a completion's
     text, and returns objects with .answer and .right, in order. turns: from `stream`; each job has
-    a problem. A completion without an answer, such as one that was cut, has r = -1.
+    a problem. A completion without an answer, such as one that was cut too early, has r = -1.
     ValueError if a verdict is not a bool.
     """
     for jobs in turns:

@@ -1,8 +1,9 @@
 """Log-probabilities of given token ids under a causal language model (Eqs. 4 and 5).
 
 We join prompt and completion without padding, and pad rows on the right only (D6). The head runs
-on slices of positions, in fp32, so that logits of shape [N, V] never exist as a whole. On a GPU
-cuDNN's attention must be off, as `distributed.init` does (S25).
+on slices of positions, in fp32, so that logits of shape [N, V] never exist as a whole; heads that
+are more than a matrix product are the exception (`has_plain_head`). On a GPU cuDNN's attention must
+be off: `distributed.init` turns it off (S25).
 
 Dimension key: B rows, L places of a padded row, K teachers, T completion tokens, N completion
 tokens of all rows, V vocabulary, D hidden size, n positions of one slice; x is D or V.
@@ -16,7 +17,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 
-SLICE_LOGITS = {"cpu": 1 << 25}  # fp32 numbers in the logits of one slice, 1 << 27 on a GPU
+SLICE_LOGITS = {"cpu": 1 << 25}  # most fp32 numbers in memory for one slice; 1 << 27 on a GPU
 
 
 def causal_lm(model):
@@ -125,8 +126,8 @@ def over_slices(
     """Apply f(ids_n, logits_nV, ...) to slices of positions, and join the results.
 
     states: one or several [N, D] (or [N, V]), from `predictors`. f receives one fp32 tensor of
-    logits / temperature for each of them, and returns one row per position.
-    The backward pass recomputes a slice's logits, so that [N, V] logits never exist as a whole.
+    logits / temperature for each of `states`, and returns one row per position.
+    The backward pass recomputes a slice's logits, so it never holds the logits of all slices.
     """
     head_VD = causal_lm(model).get_output_embeddings().weight
     needs_head = has_plain_head(model)  # else `states` are logits already
@@ -141,8 +142,8 @@ def over_slices(
                 logits.append(logits_nV if temperature == 1 else logits_nV / temperature)
         return f(ids_n, *logits)
 
-    # With a gradient, memory holds four tensors of a slice's size: the logits, what f makes of
-    # them, and the gradients of both.
+    # For each of `states`, memory holds a slice's logits. With a gradient it holds three more
+    # tensors of that size: what f makes of the logits, and the gradients of both.
     copies = len(states) * (4 if torch.is_grad_enabled() else 1)
     most = SLICE_LOGITS.get(weight_VD.device.type, 1 << 27)
     rows = max(1, most // (weight_VD.shape[0] * copies))
@@ -155,10 +156,10 @@ def over_slices(
 
 @contextlib.contextmanager
 def tf32_products() -> Iterator[None]:
-    """Turn on TF32 for the head's product alone: TF32 holds its bf16 numbers exactly (S22).
+    """Turn on TF32 for the head's product alone: TF32 holds its bf16 factors exactly (S22).
 
-    Elsewhere it would round positions above 2,048, which transformers multiplies in fp32 for rotary
-    embeddings. Compile nothing inside: inductor reads allow_tf32, which then raises.
+    Elsewhere TF32 would round positions above 2,048, which transformers multiplies in fp32 for
+    rotary embeddings. Compile nothing in the block: inductor reads allow_tf32, which raises there.
     """
     matmul = torch.backends.cuda.matmul
     before = matmul.fp32_precision
@@ -172,13 +173,13 @@ def tf32_products() -> Iterator[None]:
 def has_plain_head(model) -> bool:
     """Whether the model's logits are hidden @ head.T, so that the head may run on slices.
 
-    We compare both once per model, on eight ids. If a model caps or scales its logits (Gemma 2,
+    We compare the two once per model, on eight ids. If a model caps or scales its logits (Gemma 2,
     Cohere, Granite), we score it by its own full logits, and memory grows with T times V.
     """
     causal = causal_lm(model)
     if not hasattr(causal, "has_plain_head"):
         head_VD = causal.get_output_embeddings().weight
-        plain = causal.base_model is not causal
+        plain = causal.base_model is not causal  # else there is no module below the head
         ids_1L = (torch.arange(1, 9, device=causal.device) * 7919 % len(head_VD))[None]
         with torch.no_grad():
             if plain:

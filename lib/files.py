@@ -16,10 +16,10 @@ LOCK = ".lock"  # in a folder that a command uses
 
 
 def locked(folder: pathlib.Path, seconds: float = 60) -> contextlib.AbstractContextManager:
-    """Lock a folder for a block. If another process holds it, we say so and wait a minute.
+    """Lock a folder for a block. If another process holds the lock, we say so and wait.
 
     We wait because a restarted job may begin before the old one has ended. The system frees the
-    lock when the process ends, however it ends. After the minute filelock raises an OSError.
+    lock when the process ends, however it ends. After `seconds` filelock raises an OSError.
     """
     folder.mkdir(parents=True, exist_ok=True)
     lock = filelock.FileLock(folder / LOCK, timeout=seconds)
@@ -46,7 +46,7 @@ def whole(path: pathlib.Path) -> Iterator[pathlib.Path]:
 
 @contextlib.contextmanager
 def _writing(path: pathlib.Path) -> Iterator[None]:
-    """A block that writes a file. Its OSErrors name it: the system's for a full disk does not."""
+    """A block that writes a file. Its OSErrors name the path, as the system's often do not."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield
@@ -119,7 +119,7 @@ def rows_and_ends(path: pathlib.Path) -> Iterator[tuple[Any, int]]:
 
 
 def rows_with(path: pathlib.Path, name: str, kind: type) -> Iterator[tuple[dict, int]]:
-    """As `rows_and_ends`, if each row has this field, of this type. ValueError names the line."""
+    """As `rows_and_ends`. ValueError at a row in which this field is missing or of another type."""
     for i, (row, end) in enumerate(rows_and_ends(path), 1):
         if not isinstance(row, dict) or type(row.get(name)) is not kind:
             raise ValueError(f"{path}:{i}: a row without its {name}; repair or remove the file")
@@ -155,9 +155,9 @@ def by_step(folder: pathlib.Path) -> dict[int, pathlib.Path]:
 # ------------------------------------------------------------------------------------ digests
 
 DIGESTS = "digests.json"  # {file: sha256} of a checkpoint, which we write after its other files
-BANK = "bank.json"  # in a checkpoint; an evolution replaces it later, so it has no digest
+BANK = "bank.json"  # in RUN/bank/ and each checkpoint; evolution replaces it, so it has no digest
 OF_A_MODEL = (".json", ".jinja", ".txt", ".model", ".safetensors", ".bin")
-# A checkpoint's other files, and FSDP's.
+# Files that lie beside a model's and are not part of it: a checkpoint's state, and FSDP's.
 BESIDE_A_MODEL = ("trainer.safetensors", BANK, DIGESTS, "optimizer.bin", "pytorch_model_fsdp.bin")
 
 
@@ -186,7 +186,7 @@ def tree_digest(name: str) -> str:
     if path.is_file():
         return file_digest(path)
     parts = []
-    for file in sorted(path.rglob("*")) if name else []:
+    for file in sorted(path.rglob("*")) if name else []:  # Path("") is the working directory
         if is_of_a_model(file) and file.is_file():
             parts.append((file.relative_to(path).as_posix(), file_digest(file)))
     return digest(parts) if parts else name
@@ -203,8 +203,8 @@ def write_digests(folder: pathlib.Path) -> None:
 
 def digests_of(folder: pathlib.Path, needed: bool = False) -> dict[str, str]:
     """A checkpoint's digests; {} if it has no digests.json, which is an error if `needed`."""
-    has_digests = needed or (folder / DIGESTS).exists()
-    return read_json(folder / DIGESTS, {}) if has_digests else {}
+    must_read = needed or (folder / DIGESTS).exists()
+    return read_json(folder / DIGESTS, {}) if must_read else {}
 
 
 def refuse_damaged(folder: pathlib.Path, digests: dict[str, str]) -> None:

@@ -39,8 +39,8 @@ CACHE_LAYERS = {
     "LinearAttentionAndFullAttentionLayer",
     "DummyLayer",
 }
-# PEFT settings that are safe in --adapter: training reads them, they do not change the output, or
-# `restore` checks their effect.
+# PEFT settings that are safe in --adapter. Each is read by training, or does not change the output,
+# or has an effect that `restore` checks.
 READ_OR_HARMLESS = """
     r lora_alpha use_rslora base_model_name_or_path revision task_type auto_mapping peft_version
     inference_mode fan_in_fan_out lora_dropout target_modules exclude_modules layers_to_transform
@@ -59,8 +59,8 @@ def _loading(kind: str, name: str) -> Iterator[str]:
     Any error in the block becomes a ValueError of one line, because the libraries raise many kinds.
     """
     logging.disable_progress_bar()
-    hub_logging.set_verbosity_error()  # else, offline, it reports every retry
-    logging.set_verbosity_error()  # else it prints a table of missing weights
+    hub_logging.set_verbosity_error()  # else, offline, the hub's client reports every retry
+    logging.set_verbosity_error()  # else transformers prints a table of missing weights
     is_directory = Path(name).is_dir()
     place = name if is_directory else f"{name} (no directory here)"
     try:
@@ -74,10 +74,10 @@ def _loading(kind: str, name: str) -> Iterator[str]:
 
 
 def _check_hub_id(name: str) -> None:
-    """ValueError for a mistyped path. Without a connection the libraries use only their cache.
+    """ValueError for a mistyped path. Without a connection we set the libraries to offline mode.
 
-    We ask the hub once, because they would ask it six times for each file, with growing pauses. If
-    the answer is late or an error, we leave it to the libraries.
+    We ask the hub once, because the libraries would ask it six times for each file, with growing
+    pauses. If we are connected, but the answer is late or an error, the libraries ask again.
     """
     path = Path(name)
     is_path = path.exists() or name.startswith((".", "/", "~"))
@@ -99,7 +99,7 @@ def load_model(
     name: a hub id or a folder. device: "meta" reads all but the numbers of the weights, so that bad
     input shows early. dtype: of the weights; "auto" is bfloat16 on CUDA and float32 elsewhere.
     attn: transformers' name of the attention kernels (S25). Of the model's own settings of
-    generation we keep the stop ids.
+    generation we keep only the stop ids.
     Raises ValueError if either does not load, for a weight that is missing or not finite, and if
     rows of one batch would influence each other.
     """
@@ -176,9 +176,9 @@ def _load_tokenizer(source: str) -> tuple[Any, list[int]]:
 def load_encoder(name: str, device: str | torch.device) -> Callable[[Sequence[str]], np.ndarray]:
     """Load a sentence-transformers model as embed(texts) -> unit vectors, float32 [n, d].
 
-    name: a hub id or a folder. Raises ValueError if it does not load, or is no such model. If it is
-    the policy, for example, sentence-transformers would average the last hidden states, and
-    retrieval by those finds nothing.
+    name: a hub id or a folder. Raises ValueError if it does not load, or is no such model. From any
+    other model, such as the policy, sentence-transformers would make an encoder that averages the
+    last hidden states, and retrieval by such averages finds nothing.
     """
     with _loading("encoder", name) as source:
         from sentence_transformers import SentenceTransformer, util
@@ -212,10 +212,10 @@ def refuse_not_finite(tensors: Iterable[tuple[str, Tensor]]) -> None:
 def check_batching(model, ids: list[int]) -> None:
     """ValueError if decoding cannot batch the model. Rows join, leave, and are padded on the left.
 
-    ids: a, ..., z of any text. We decode the rows [0, ..., 0, z] and [a, ..., z, z], of which the
-    last place alone is not masked. If the logits of the next two tokens differ, padding leaks. (We
-    compare two rows of one batch because their rounding is the same, also in a mixture of experts.)
-    On "meta" we look only at the kinds of layers in the cache.
+    ids: those of any text, here a, ..., z. We decode the rows [0, ..., 0, z] and [a, ..., z, z],
+    and mask all but the last place of each. If the logits of the next two tokens differ between the
+    rows, padding leaks. (We compare two rows of one batch because their rounding is the same, also
+    in a mixture of experts.) On "meta" we look only at the kinds of layers in the cache.
     """
     cache = DynamicCache(config=model.config)
     kinds = {type(layer).__name__ for layer in cache.layers}
@@ -234,12 +234,12 @@ def check_batching(model, ids: list[int]) -> None:
     # `cache` was `past_key_values` before transformers 5.24.
     out = model.generate(ids_2L, settings, attention_mask=mask_2L, cache=cache)
     share = difference(*torch.stack(out.logits, 1))
-    if not share <= 1e-3:  # also if it is no number
+    if not share <= 1e-3:  # also true for a NaN
         raise ValueError(f"its logits take in a row's left padding ({share:.1%} of their norm)")
 
 
 def difference(logits: Tensor, others: Tensor) -> float:
-    """The norm of the difference of logits [..., V], as a share of the second one's norm.
+    """The norm of the difference of logits [..., V], as a share of the norm of `others`.
 
     Both are centred, because adding a number to all logits changes no probability.
     """
@@ -273,10 +273,10 @@ def causal_lm(model):
 def with_adapters(model, rank: int, alpha: Any, checkpoint_above: int = 2048):
     """The model with LoRA on all linear modules but the head (S7), in train mode. No dropout.
 
-    The adapters are fp32: bf16 would lose a step of 5e-6 (S22). If a pass with a gradient has more
-    than `checkpoint_above` tokens, its backward pass recomputes the activations; else it keeps them
-    (S36). The gradient is the same. Keeping them is about 1.3 times faster, and needs about 5 MB a
-    token for Qwen3-1.7B in bf16 (28 layers, per layer some 50,000 bf16 numbers and 18,000 in fp32
+    PEFT makes adapters fp32: bf16 would lose a step of 5e-6 (S22). If a pass with a gradient has
+    more than `checkpoint_above` tokens, its backward pass recomputes the activations; else we keep
+    them (S36). The gradient is equal. Keeping them is about 1.3 times faster, and needs some 5 MB
+    a token for Qwen3-1.7B in bf16 (28 layers, per layer some 50,000 bf16 numbers and 18,000 in fp32
     before the adapters), so 10 GB for 2,048 tokens.
     Raises ValueError for a mixture of experts, of which adapters would reach only a part, for Mamba
     layers, whose kernels read weights past an adapter, and if PEFT refuses the model.
@@ -295,7 +295,7 @@ def with_adapters(model, rank: int, alpha: Any, checkpoint_above: int = 2048):
     layers = [module for module in causal.modules() if hasattr(module, "gradient_checkpointing")]
 
     def checkpoint_long_passes(backbone, args, kwargs) -> None:
-        ids_BL = args[0] if args else kwargs["input_ids"]  # GPT-2's head passes no names
+        ids_BL = args[0] if args else kwargs["input_ids"]  # GPT-2 passes ids by position
         if torch.is_grad_enabled():
             for layer in layers:
                 layer.gradient_checkpointing = ids_BL.numel() > checkpoint_above
@@ -312,8 +312,8 @@ def trained(model) -> dict[str, torch.nn.Parameter]:
 def lora_of(folder: str | Path, to_train: bool = False) -> tuple[str, int, Any]:
     """Base, rank and alpha of the adapter in a folder; ValueError where there is none.
 
-    rsLoRA divides alpha by the rank's root: we give the alpha that LoRA has to divide by the rank.
-    to_train: ValueError, too, for a setting that training would ignore.
+    rsLoRA scales by alpha / sqrt(rank), LoRA by alpha / rank. For rsLoRA we return the alpha by
+    which LoRA scales alike. to_train: ValueError also for a setting that training would ignore.
     """
     from peft import LoraConfig, PeftConfig
 
@@ -323,7 +323,7 @@ def lora_of(folder: str | Path, to_train: bool = False) -> tuple[str, int, Any]:
             if name not in READ_OR_HARMLESS and value not in (
                 getattr(LoraConfig(), name, None),
                 False,
-                "gaussian",  # of the first weights
+                "gaussian",  # how init_lora_weights drew the first weights
             ):
                 raise ValueError(
                     f"{name} is {value!r}, and training reads only r, lora_alpha and use_rslora; "
@@ -358,7 +358,7 @@ def masked_token_ids(tokenizer) -> set[int]:
     ids |= {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
     control = re.compile(r"<\|.*\|>|</?think>")
     ids |= {i for token, i in tokenizer.get_vocab().items() if control.fullmatch(token)}
-    # Some tokenizers put an id in front all the same: it is in `letter`, and so cut off below.
+    # Some tokenizers still put a special id in front. `letter` has it, too, so we cut off both.
     letter = tokenizer.encode("a", add_special_tokens=False)
     for n in range(1, 9):
         newlines = tokenizer.encode("a" + "\n" * n, add_special_tokens=False)[len(letter) :]
@@ -379,8 +379,8 @@ def save(
 ) -> None:
     """Fill a folder with a checkpoint: adapter, tokenizer, the trainer's state.
 
-    Only the folder's name has its step. extra_tensors: more tensors to save, by name. PEFT adds a
-    model card that names the base.
+    The step is in the folder's name alone. extra_tensors: more tensors to save, by name. PEFT
+    adds a model card that names the base.
     A kill may leave only some of the files, so the caller renames the folder once it is whole.
     Raises OSError if the disk is full.
     """
@@ -394,16 +394,16 @@ def save(
         model.save_pretrained(folder, save_embedding_layers=False)
         tokenizer.save_pretrained(folder)
         save_file(state, folder / "trainer.safetensors")
-        for file in folder.glob("*.safetensors"):  # which only their owner could read
+        for file in folder.glob("*.safetensors"):  # so far only the owner may read them
             shutil.copymode(folder / "adapter_config.json", file)
     except Exception as e:  # safetensors and tokenizers raise other kinds for a full disk
         raise OSError(f"{folder}: {e}") from None
 
 
 def restore(folder: str | Path, model, optimizer: Optimizer | None = None) -> dict[str, Tensor]:
-    """Load a folder's adapter and a checkpoint's AdamW moments; returns its extra tensors.
+    """Load a checkpoint's adapter and AdamW moments into place, and return its extra tensors.
 
-    Without an optimizer we load only the adapter, which any program may have saved.
+    Without an optimizer we load only an adapter, which any program may have saved, and return {}.
     Raises ValueError for a file that is missing, torn or a pickle, for a number that is not finite,
     and unless the file and the model have the same tensors.
     """
@@ -422,7 +422,7 @@ def restore(folder: str | Path, model, optimizer: Optimizer | None = None) -> di
     with _loading("checkpoint", str(folder)) as source:
         state = load_file(Path(source) / "trainer.safetensors")
         refuse_not_finite(state.items())
-        has_moments = any(name.endswith(".exp_avg") for name in state)  # else no step was finite
+        has_moments = any(name.endswith(".exp_avg") for name in state)  # else AdamW made no step
         for name, p in trained(model).items() if has_moments else []:
             optimizer.state[p]["step"] = state.pop(f"{name}.step")  # AdamW keeps it on the CPU
             for part in ("exp_avg", "exp_avg_sq"):

@@ -78,9 +78,7 @@ CHANGES = {
             "[len(prompt) - 1 : len(row) - 1]", "[len(prompt) : len(row)]", "spec/scoring shift"
         ),
         Change("logits_nV if temperature == 1 else", "logits_nV if True else", "spec/scoring eq5"),
-        Change(
-            "x.float() @ weight_VD.T", "(x @ head_VD.T).float()", "spec/scoring bf16_head"
-        ),
+        Change("x.float() @ weight_VD.T", "(x @ head_VD.T).float()", "spec/scoring bf16_head"),
         Change(
             "(len(groups[-1]) + 1) <= budget", "len(groups[-1]) <= budget", "spec/scoring packs"
         ),
