@@ -294,13 +294,13 @@ def prepare(
     digests: dict[str, str],
     cfg: EvalConfig,
     world: World,
-    held: contextlib.ExitStack,
+    at_exit: contextlib.ExitStack,
 ) -> list[list[Sample]]:
     """Fill in each policy's settings, samples and results, and lock its folder.
 
     Returns the samples that each policy lacks. We look at all models here, but load no weights.
     digests: of the models' files, by path.
-    held: the exit stack that unlocks the folders at the end. ValueError for bad input.
+    at_exit: the exit stack that unlocks the folders at the end. ValueError for bad input.
     """
     bases = sorted({served.whole_name(policy.base) for policy in policies})
     if cfg.server and len(bases) > 1:
@@ -323,7 +323,7 @@ def prepare(
                 f"{policy.path}: {longest.x} fills the model's context; take it out of --data"
             )
     for policy in policies:
-        held.enter_context(files.locked(policy.folder))
+        at_exit.enter_context(files.locked(policy.folder))
         policy.results = results_of(policy.folder)
     return [missing_samples(policy) for policy in policies]
 
@@ -467,11 +467,11 @@ def draw(
 
 
 def load_policy(
-    policy: Policy, cfg: EvalConfig, world: World, loaded: contextlib.ExitStack
+    policy: Policy, cfg: EvalConfig, world: World, at_exit: contextlib.ExitStack
 ) -> tuple[Any, Any, Callable[..., Any], str]:
     """The model, its tokenizer, a function stream(jobs, sampling, rows), and the engine's name.
 
-    With a server the model is an outline. loaded: the exit stack that unloads the server's adapter.
+    With a server the model is an outline. at_exit: the exit stack that unloads its adapter there.
     """
     is_adapter = policy.path != policy.base
     if cfg.server:
@@ -480,7 +480,7 @@ def load_policy(
         stops = rollout.stop_ids(lm, tokenizer)
         server = served.Server(url, policy.base, stops, rollout.context_limit(lm))
         server.check()
-        name = loaded.enter_context(server.adapter(policy.path)) if is_adapter else ""
+        name = at_exit.enter_context(server.adapter(policy.path)) if is_adapter else ""
         return lm, tokenizer, functools.partial(server.stream, adapter=name), server.engine
     lm, tokenizer = model.load_model(policy.base, world.device, dtype=cfg.dtype, attn=cfg.attn)
     if is_adapter:
