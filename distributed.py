@@ -132,7 +132,7 @@ def all_gather(obj: Any, world: World) -> list:
     """Every rank's object, in rank order, on every rank."""
     objects: list = [obj] * world.size
     if world.size > 1:
-        _ending_with_the_others(world, dist.all_gather_object, objects, obj)
+        _or_exit(world, dist.all_gather_object, objects, obj)
     return objects
 
 
@@ -140,11 +140,11 @@ def broadcast(obj: Any, world: World) -> Any:
     """Rank 0's object, on every rank."""
     objects = [obj]
     if world.size > 1:
-        _ending_with_the_others(world, dist.broadcast_object_list, objects, src=0)
+        _or_exit(world, dist.broadcast_object_list, objects, src=0)
     return objects[0]
 
 
-def _ending_with_the_others(world: World, collective: Callable, *args: Any, **given: Any) -> None:
+def _or_exit(world: World, collective: Callable, *args: Any, **given: Any) -> None:
     """Call a gloo collective. If another process has ended (it printed why), end this one, too."""
     try:
         collective(*args, **given)

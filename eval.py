@@ -15,9 +15,9 @@ such as aime24, are mathematics. We take over nothing else, so give sets, thinki
 yourself. At its end a training run prints a command for eval.py, with the flags for its own
 thinking and sampling.
 
-The folder of a checkpoint is RUN/eval/step_000200. That of any other model is eval/NAME, in the
-first run among the PATHs or else in the working directory; with --skills the name ends with
---skills. A folder holds samples.jsonl and results.json ({set: figures}). Each sample has a digest
+The results of a checkpoint are in RUN/eval/step_000200. Those of any other model are in eval/NAME,
+in the first run among the PATHs or else in the working directory; with --skills the name ends with
+--skills. The folder holds samples.jsonl and results.json ({set: figures}). Each sample has a digest
 of all that it depends on: settings, weights, prompt, draws, reference answer. We draw the samples
 whose digests are missing, and ignore rows with other digests. So the same command continues a
 killed one, and an earlier command, given again, prints its figures at once. Each command replaces
@@ -148,9 +148,9 @@ def checkpoints_of(path: str) -> list[pathlib.Path]:
         return [place]
     place = place.resolve()
     steps = [*files.by_step(place / "checkpoints").values()]
-    is_run = (place / "problems.json").exists()  # its own config.json is no model's
-    has_model = any((place / f"{kind}.json").exists() for kind in ("config", "adapter_config"))
-    if not steps and (is_run or not has_model):
+    has_config = any((place / f"{kind}.json").exists() for kind in ("config", "adapter_config"))
+    is_run = (place / "problems.json").exists()  # a run also has a config.json, which is no model's
+    if not steps and (is_run or not has_config):
         raise ValueError(
             f"{path}: no model, adapter or checkpoint is there; give a model, an adapter or a "
             "run; a bank goes with --skills, problems with --data"
@@ -164,22 +164,17 @@ def run_of(place: pathlib.Path) -> pathlib.Path | None:
     return place.parent.parent if is_checkpoint else None
 
 
-# Files that TRL's trainer leaves beside a model. An evaluation does not need them. (A model's
-# digest has them, and must keep them: else older results would not be found.)
-OF_TRL = ("trainer_state.json", "training_args.bin")
-
-
 def base_of(place: pathlib.Path, base: str) -> str:
     """The model under an adapter: `base`, or if that is "" the base that the adapter names.
 
     A plain model is its own base. ValueError for a damaged checkpoint, and if the base is a path
     that is not there, such as one of another machine.
     """
-    needed = {}  # the other files may be gone
+    digests = {}  # of the checkpoint's files that we may read; a trainer's may be gone
     for name, digest in files.digests_of(place).items():
-        if files.is_of_a_model(pathlib.Path(name)) and name not in OF_TRL:
-            needed[name] = digest
-    files.refuse_damaged(place, needed)
+        if files.is_of_a_model(pathlib.Path(name)) and (place / name).exists():
+            digests[name] = digest
+    files.refuse_damaged(place, digests)
     if not (place / "adapter_config.json").exists():
         return str(place)
     base = base or model.lora_of(place)[0]
@@ -378,8 +373,8 @@ def sample_settings(cfg: EvalConfig, world: World) -> dict[str, Any]:
             settings[name] = value
     if cfg.verifier != MATHEMATICS:  # a class of the user's own
         settings["verifier"] += f" ({files.file_digest(verify.file_of(cfg.verifier))})"
-    return settings | {  # the bank's path gives way to its content
-        "skills": cfg.skills
+    return settings | {
+        "skills": cfg.skills  # in the place of the bank's path a digest of its content
         and files.digest(
             files.tree_digest(cfg.skills), cfg.num_skills, files.tree_digest(cfg.encoder)
         ),
@@ -398,7 +393,7 @@ def samples_of(
     """All samples of a policy that results need: set by set, k of each problem.
 
     A sample's digest covers all that it depends on: samples with the same digest are the same. The
-    key has the problem's text, not its id, so the samples of a problem's copies are the same.
+    key has the problem's text, not its id, so a problem and its copies have the same samples.
     """
     thinking = "bare" if cfg.thinking else "closed"  # S3
     samples: list[Sample] = []

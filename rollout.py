@@ -113,13 +113,11 @@ def stop_ids(model, tokenizer) -> list[int]:
 def context_limit(model) -> float:
     """The model's longest context in tokens; infinite where its config names no limit."""
     config = causal_lm(model).config.get_text_config()
+    limit = getattr(config, "max_position_embeddings", None) or math.inf
     rope = getattr(config, "rope_parameters", None) or {}
-    stretched = (
-        rope["original_max_position_embeddings"] * rope["factor"]
-        if rope.get("rope_type") == "yarn"  # llama3's max_position_embeddings is stretched
-        else 0
-    )
-    return max(getattr(config, "max_position_embeddings", None) or math.inf, stretched)
+    if rope.get("rope_type") == "yarn":  # for llama3 the config's number is stretched already
+        limit = max(limit, rope["original_max_position_embeddings"] * rope["factor"])
+    return limit
 
 
 # ---------------------------------------------------------------------------------- keyed draws
@@ -169,7 +167,7 @@ def select_tokens(logits_BV: Tensor, u_B: Tensor, sampling: Sampling) -> Tensor:
         least_B1 = x_BV.topk(sampling.top_k).values[:, -1:]
         x_BV = x_BV.masked_fill(x_BV < least_B1, -torch.inf)
     p_BV = x_BV.softmax(-1)
-    columns_C = (p_BV > 0).any(0).nonzero()[:, 0]  # few after top-k; no sum below needs zeros
+    columns_C = (p_BV > 0).any(0).nonzero()[:, 0]  # that some row may draw: few after top-k
     p_BC = p_BV[:, columns_C]
     if sampling.top_p < 1:
         top_BM = p_BC.topk(min(1024, len(columns_C))).values.double()
@@ -371,7 +369,8 @@ def cache_bytes(causal) -> tuple[int, int]:
     We measure them by decoding one token. The model must be in eval mode.
     """
     cache: Any = _empty_cache(causal)
-    _decode(causal, [Job(0, [0], key=0, limit=1)], cache, 1, Sampling(temperature=0.0), [0])
+    job = Job(0, [0], key=0, limit=1)  # any id will do
+    _decode(causal, [job], cache, 1, Sampling(temperature=0.0), stops=[0])
     token_bytes = row_bytes = 0
     for layer in cache.layers:
         for x in getattr(layer, "buffers", ()):

@@ -156,7 +156,7 @@ def zero_masked(x_KT: Tensor, mask_T: Tensor) -> Tensor:
 def masked_mean(x_KT: Tensor, mask_T: Tensor) -> Tensor:
     """sum_t m_t x_t / (sum_t m_t + eps): the mean over unmasked tokens (Eqs. 12 and 15). [K].
 
-    It is 0 where all is masked (S1).
+    It is 0 where all is masked (S1). Masked x_t must be finite: see `zero_masked`.
     """
     m_T = mask_T.to(x_KT)
     return (m_T * x_KT).sum(1) / (m_T.sum() + EPS)
@@ -586,7 +586,7 @@ def begin_bank(run: Run) -> None:
         if not (run.bank.general_skills and run.bank.common_mistakes):
             fix = "in a new --out try another --bank or a larger --cold-start"
             raise command.UserError(f"{skills.describe(run.bank)}: no pair, no teacher (S8); {fix}")
-    elif not run.step:  # the bank is that of --bank, or a run killed before step 1 has made it
+    elif not run.step:  # of --bank, or of an earlier command that was killed before step 1
         run.save_bank()
     if run.world.main:
         print(skills.describe(run.bank, seconds))
@@ -647,7 +647,7 @@ def train(run: Run, step_fn: Any = train_step) -> int:
         if cfg.evolves:
             run.bank.remember(rows)  # W of Algorithm 4
         run.log(rows, norm)  # all ranks call it, and rank 0 writes
-        if run.save_is_due():  # each --checkpoint-every steps, after the last, before an evolution
+        if run.save_is_due():
             run.save()
         if should_stop(run):  # after a signal on any rank, or the third bad step in a row
             run.save()

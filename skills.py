@@ -308,16 +308,17 @@ def render_merge(items: list[dict], key: str) -> str:
 # A reply may have prose, thinking and code fences around its JSON, LaTeX in its strings, or a comma
 # too many. It may also break off.
 
-# Where an object or a list may begin. If a string or another bracket follows (group 1), it is JSON;
-# else it may be prose.
-_OPENING = re.compile(r'[{\[](\s*[{\["])?')
+# Where an object or a list may begin. If a string or another bracket follows, it is JSON; else it
+# may be prose.
+_OPENING = re.compile(r'[{\[](?P<json>\s*[{\["])?')
 # LaTeX commands begin like JSON's \b, \f, \n, \r and \t. We read \b, \f and \r always as LaTeX, \t
 # if a letter follows, and \n if it begins one of these commands:
 _COMMANDS = (
     "nabla|natural|ne|nearrow|neg|neq|newline|nexists|ngeq|ngtr|ni|nleq|nleqslant|nless|nmid|"
     "nolimits|nonumber|not|notin|nparallel|nprec|nsim|nsubseteq|nsucceq|nu|num|nwarrow"
 )
-# A backslash; group 1 is the whole escape if JSON reads it as the model meant it.
+# A backslash; group 1 is the whole escape if JSON reads it as the model meant it: \n unless a whole
+# command, n included, stands behind the backslash.
 _BACKSLASH = re.compile(
     rf'(\\[\\"/]|\\u[0-9a-fA-F]{{4}}|\\(?!(?:{_COMMANDS})(?![a-zA-Z]))n|\\t(?![a-zA-Z]))|\\'
 )
@@ -370,7 +371,7 @@ def _json_values(text: str) -> tuple[list[Any], bool]:
             values.append(value)
         except (ValueError, RecursionError):
             at = opening.start() + 1  # look inside
-            if opening[1]:  # JSON that breaks off
+            if opening["json"]:  # it breaks off
                 whole = False
     return values, whole
 
@@ -389,7 +390,7 @@ def item_of(value: Any, key: str) -> dict | None:
 # due at a time go into one call of `complete`.
 
 Complete = Callable[[list[str]], list[str]]  # one reply per prompt
-Lists = dict[str, list[dict]]  # items or entries of each list, by `key`
+Lists = dict[str, list[dict]]  # by `key`: a list's items or entries, or records of its layers
 
 
 class Request(NamedTuple):

@@ -25,8 +25,8 @@ LATER = (OSError, UserError)  # what may go wrong later, such as a full disk or 
 def fail(program: str, message: str) -> NoReturn:
     """Print an error as one line, and end this process with exit code 2.
 
-    Often all ranks have the same error. When rank 0 exits, torchrun ends the other ranks. So these
-    wait before they print: what they still print is an error of their own.
+    Often all ranks have the same error. When rank 0 exits, torchrun ends the other ranks. So the
+    others wait before they print: what they still print is an error of their own.
     """
     name = program.removesuffix(".py").replace(".", " ").split()[-1]  # "-m methods.grpo" -> "grpo"
     if not is_first_rank():

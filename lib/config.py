@@ -31,7 +31,7 @@ class Rule:
     least: float | None = None  # None: a number must be > 0
     most: float = math.inf
     free: bool = False  # a run that continues may change it; eval.py's digests leave it out
-    brings: Mapping[str, Any] = field(default_factory=dict)  # other settings' defaults: `setting`
+    brings: Mapping[str, Any] = field(default_factory=dict)  # defaults of others, if this is given
     metavar: str = ""  # what --help calls a value; "": by the type
     value_type: Any = None  # the field's: bool, int, float, str or tuple
 
@@ -396,7 +396,7 @@ class EvalConfig(Common):
     )
     split: str = setting(
         "test",
-        "split of a hub data set that has no name here, or a directory",
+        "split of a directory, or of a hub data set that has no name here",
         "the problems",
         free=True,
     )

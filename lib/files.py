@@ -203,8 +203,9 @@ def write_digests(folder: pathlib.Path) -> None:
 
 def digests_of(folder: pathlib.Path, needed: bool = False) -> dict[str, str]:
     """A checkpoint's digests; {} if it has no digests.json, which is an error if `needed`."""
-    must_read = needed or (folder / DIGESTS).exists()
-    return read_json(folder / DIGESTS, {}) if must_read else {}
+    if not needed and not (folder / DIGESTS).exists():
+        return {}
+    return read_json(folder / DIGESTS, parts={})
 
 
 def refuse_damaged(folder: pathlib.Path, digests: dict[str, str]) -> None:

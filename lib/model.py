@@ -212,10 +212,11 @@ def refuse_not_finite(tensors: Iterable[tuple[str, Tensor]]) -> None:
 def check_batching(model, ids: list[int]) -> None:
     """ValueError if decoding cannot batch the model. Rows join, leave, and are padded on the left.
 
-    ids: those of any text, here a, ..., z. We decode the rows [0, ..., 0, z] and [a, ..., z, z],
-    and mask all but the last place of each. If the logits of the next two tokens differ between the
-    rows, padding leaks. (We compare two rows of one batch because their rounding is the same, also
-    in a mixture of experts.) On "meta" we look only at the kinds of layers in the cache.
+    ids: those of any text. We decode two rows that end on the same id and differ only in their
+    padding, which the mask leaves out: zeros in one row, all of `ids` in the other. If the logits
+    of the next two tokens differ between the rows, padding leaks. (We compare two rows of one batch
+    because their rounding is the same, also in a mixture of experts.) On "meta" we look only at the
+    kinds of layers in the cache.
     """
     cache = DynamicCache(config=model.config)
     kinds = {type(layer).__name__ for layer in cache.layers}
@@ -233,7 +234,8 @@ def check_batching(model, ids: list[int]) -> None:
     )
     # `cache` was `past_key_values` before transformers 5.24.
     out = model.generate(ids_2L, settings, attention_mask=mask_2L, cache=cache)
-    share = difference(*torch.stack(out.logits, 1))
+    logits_2nV = torch.stack(out.logits, 1)  # row, token, vocabulary
+    share = difference(logits_2nV[0], logits_2nV[1])
     if not share <= 1e-3:  # also true for a NaN
         raise ValueError(f"its logits take in a row's left padding ({share:.1%} of their norm)")
 
@@ -276,8 +278,8 @@ def with_adapters(model, rank: int, alpha: Any, checkpoint_above: int = 2048):
     PEFT makes adapters fp32: bf16 would lose a step of 5e-6 (S22). If a pass with a gradient has
     more than `checkpoint_above` tokens, its backward pass recomputes the activations; else we keep
     them (S36). The gradient is equal. Keeping them is about 1.3 times faster, and needs some 5 MB
-    a token for Qwen3-1.7B in bf16 (28 layers, per layer some 50,000 bf16 numbers and 18,000 in fp32
-    before the adapters), so 10 GB for 2,048 tokens.
+    a token for Qwen3-1.7B in bf16 (28 layers, per layer some 50,000 numbers in bf16, and in fp32
+    the adapters' 18,000 inputs), so 10 GB for 2,048 tokens.
     Raises ValueError for a mixture of experts, of which adapters would reach only a part, for Mamba
     layers, whose kernels read weights past an adapter, and if PEFT refuses the model.
     """

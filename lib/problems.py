@@ -222,8 +222,8 @@ SETS: dict[str, tuple[str, str, dict[str, str]]] = {  # source, split and other 
 def load_set(name: str, split: str, **reading: Any) -> list[Problem]:
     """Read an evaluation set, copies included: one of SETS, or any source of `load_problems`.
 
-    split, reading: arguments of `load_problems` for a source that is not one of SETS. ValueError
-    for a problem whose copies have different answers.
+    split, reading: arguments of `load_problems`; those in SETS take their place. ValueError for a
+    problem whose copies have different answers.
     """
     source, split, reading = SETS.get(name, (name, split, reading))
     data, _ = load_problems(source, split=split, unique=False, **reading)

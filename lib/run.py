@@ -149,7 +149,7 @@ class Run:
     def begin(self) -> None:
         """Cut the logs back to the last checkpoint, write config.json, and describe the run.
 
-        We also write bank/bank.json again, as it may hold a newer bank.
+        We also write bank/bank.json again: a kill in an evolution may leave a newer bank there.
         """
         cut(self)
         files.write_json(self.out / "config.json", self.manifest)
@@ -443,7 +443,7 @@ def load_training(cfg: Config) -> list[Problem]:
     )
     print(f"data {cfg.data}:", ", ".join(f"{n} {name}" for name, n in counts.items()))
     problems.refuse_overlap(data, f"--data {cfg.data}")
-    name = getattr(cfg, "teacher_field", "")
+    name = getattr(cfg, "teacher_field", "")  # some of methods/ have this setting
     for x in data if name else []:
         text = x.extra.get(name)
         if not isinstance(text, str) or not text.strip():
@@ -694,7 +694,7 @@ def add_adapters(run: Run, rank: int, alpha: Any) -> None:
 
 def cut(run: Run) -> None:
     """Remove all that came after the last checkpoint, and what a kill has left unfinished."""
-    evolved = -1  # the last step whose bank and replies stay; the cold start's is 0
+    evolved = -1  # last step whose bank and replies stay; the cold start's is 0; -1: none stays
     if run.bank is not None:
         evolved = run.step
         if evolution_is_due(run):
@@ -702,7 +702,7 @@ def cut(run: Run) -> None:
     logs = {run.out / f"{name}.jsonl": run.step for name in runlog.LOGS}
     logs[run.out / "bank/replies.jsonl"] = evolved
     new_size = {path: files.end_of_step(path, step) for path, step in logs.items() if path.exists()}
-    for version, path in files.by_step(run.out / "bank").items():  # now, as all logs were readable
+    for version, path in files.by_step(run.out / "bank").items():  # after all logs were read
         if version > evolved:
             path.unlink()
     for path, size in new_size.items():

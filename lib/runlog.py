@@ -29,7 +29,8 @@ ALIKE = {  # if no group had right and wrong solutions: what to do, by the share
     1.0: "all were right; take harder problems, or more --generations",
 }
 # Names that the logs already use, so that a method's own number may not have them (`joined`). Every
-# other number in a row of rollouts.jsonl is the method's own: `summarize` averages it.
+# other int or float in a row of rollouts.jsonl, but no list, is the method's own: `summarize`
+# averages it.
 TAKEN = (
     "index step r reward loss unmasked clipped first_gap audit bank_skills bank_mistakes".split()
 )
@@ -98,7 +99,7 @@ def rollout_row(
         row |= {
             "unmasked": int(mask_T.sum()),
             "clipped": int((delta_KT[:, mask_T].abs() > c_delta).sum()),
-            "first_gap": delta_KT[:, 0].tolist(),  # no solution is empty (`leave_out_long`)
+            "first_gap": delta_KT[:, 0].tolist(),  # a solution has a token: `leave_out_long`
         }
     return joined(row, result.numbers)
 

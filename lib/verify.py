@@ -142,7 +142,7 @@ def is_copied(gold: str, pred: str, problem: str) -> bool:
 
     Otherwise a policy can box the problem's longest formula, which is right for 5% of MATH. Words
     are never copies, nor are plain numbers, even with `x =` in front or a unit behind them; a
-    fraction may be one.
+    fraction may be a copy.
     """
     answer = without_layout(pred)
     reference = without_layout(gold)
@@ -203,7 +203,7 @@ def respell(answer: str) -> str:
 def math_verdict(gold: str, pred: str) -> bool:
     r"""math-verify's verdict, with rules of ours before and after it.
 
-    Without INFINITE, for example, 2^\infty would be right for one in ten references.
+    For example, math-verify alone takes 2^\infty for right with one in ten finite references.
     """
     from math_verify import verify
 
@@ -259,8 +259,10 @@ class Verifier(Judge):
         """
         gold = gold.strip()
         pred = (pred or "").strip()
-        if gold == pred or not pred or max(len(gold), len(pred)) > MAX_CHARS:
-            return bool(pred) and gold == pred
+        if gold == pred:
+            return bool(pred)
+        if not pred or max(len(gold), len(pred)) > MAX_CHARS:
+            return False
         if re.fullmatch(r"[+-]?\d+ [+-]?\d+", f"{gold} {pred}", re.A):
             return int(gold) == int(pred)
         return not is_copied(gold, pred, problem) and self._ask(gold, pred)
