@@ -170,7 +170,7 @@ def base_of(place: pathlib.Path, base: str) -> str:
     A plain model is its own base. ValueError for a damaged checkpoint, and if the base is a path
     that is not there, such as one of another machine.
     """
-    digests = {}  # of the checkpoint's files that we may read; a trainer's may be gone
+    digests = {}  # of the model's files that are there: we see at loading if one is missing
     for name, digest in files.digests_of(place).items():
         if files.is_of_a_model(pathlib.Path(name)) and (place / name).exists():
             digests[name] = digest
@@ -366,18 +366,19 @@ def sample_settings(cfg: EvalConfig, world: World) -> dict[str, Any]:
 
     lib/verify.py is left out: after an edit of its rules evaluate into another --out.
     """
-    settings: dict[str, Any] = {"device": world.device.type}  # digests depend on the order
+    # (Digests depend on the order. `cfg.device` is free: the loop leaves it out.)
+    settings: dict[str, Any] = {"device": world.device.type}
     rules = cfg.rules()
     for name, value in asdict(cfg).items():
         if not rules[name].free:
             settings[name] = value
     if cfg.verifier != MATHEMATICS:  # a class of the user's own
         settings["verifier"] += f" ({files.file_digest(verify.file_of(cfg.verifier))})"
-    return settings | {
-        "skills": cfg.skills  # in the place of the bank's path a digest of its content
-        and files.digest(
+    if cfg.skills:  # a digest of the bank's content, in the place of its path
+        settings["skills"] = files.digest(
             files.tree_digest(cfg.skills), cfg.num_skills, files.tree_digest(cfg.encoder)
-        ),
+        )
+    return settings | {
         "the plain prompt": files.digest(skills.template("student")),
         "engine": "a server" if cfg.server else "generate",  # S27
     }

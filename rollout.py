@@ -236,7 +236,7 @@ def stream(
     next joins. places: maximum number of tokens in the cache, with padding and free places; 0: as
     many as memory holds. If the rows need more, the last to join leave, wait and are prefilled
     again later; one row always stays. A job's sampled ids end on a stop id, at its limit, or with
-    the model's context (S35); there are none if its prompt fills the context.
+    the context (S35). If the prompt fills the context, there are none.
     A turn prefills the jobs that join, then adds up to LONGEST_TURN tokens to each row by a call of
     Hugging Face's `generate`, without the model's own generation_config. The stream keeps the model
     in eval mode: with activation checkpointing, some models in train mode decode without a cache.
@@ -256,7 +256,7 @@ def stream(
     try:
         token_bytes, row_bytes = cache_bytes(causal)
         places = places or cache_places(causal.device, token_bytes)
-        extra = LONGEST_TURN + FREE_PLACES + row_bytes / token_bytes  # added to each row, in tokens
+        extra = LONGEST_TURN + FREE_PLACES + row_bytes / token_bytes  # of a row, besides its tokens
         yield [job for job in jobs if job.done]  # whose prompts fill the context
         while waiting or running:
             while pack := _next_pack(waiting, running, rows, places, extra):

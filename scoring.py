@@ -146,8 +146,8 @@ def over_slices(
     # tensors of that size: what f makes of the logits, and the gradients of both.
     copies = len(states) * (4 if torch.is_grad_enabled() else 1)
     most = SLICE_LOGITS.get(weight_VD.device.type, 1 << 27)
-    rows = max(1, most // (weight_VD.shape[0] * copies))
-    slices = [x.split(rows) for x in (ids_N, *states)]
+    n = max(1, most // (weight_VD.shape[0] * copies))
+    slices = [x.split(n) for x in (ids_N, *states)]
     results = []
     for parts in zip(*slices):
         results.append(checkpoint(one_slice, *parts, use_reentrant=False, preserve_rng_state=False))

@@ -27,8 +27,8 @@ The defaults that decide the method:
                 steps 200, batch_size 32 problems with one solution each (S6), grad_clip 0.1
                 lora_rank 64, lora_alpha 128
     teachers    num_teachers 8 (K), eps_a 0.05 and c_delta 3 nats, tau_g 1 nats^2
-                teacher_prefix bare: the prompt ends where the answer begins, without a think block;
-                a model that samples from a bare prompt may think, while a teacher only scores
+                teacher_prefix bare: the prompt ends where the answer begins, without a think block
+                (from such a prompt a model may begin to think, but a teacher only scores)
     student     student_prefix closed: an empty think block, so no thinking (S3)
                 temperature 1.1, top_p 0.95, top_k 20, max_new_tokens 1024
     bank        a problem gets the K nearest skills and the K nearest mistakes, static or evolved
@@ -277,7 +277,8 @@ def token_credit(
 
 
 # ----------------------------------------------------------------- a step (Algorithm 1, lines 2-16)
-# Algorithm 1 by its lines; 1, 3 and 8 are its loops over updates, problems and teachers:
+# Algorithm 1 by its lines; its loops over updates, problems and teachers are 1 to 18, 3 to 15 and
+# 8 to 13:
 #    2  sample a minibatch                    step_jobs
 #    4  retrieve K ranked pairs               SkillBank.retrieve
 #    5  weigh the teachers                    pair_weights
@@ -293,7 +294,7 @@ def token_credit(
 class RolloutLoss(NamedTuple):
     """A rollout's loss, and for the logs detached numbers by name."""
 
-    loss: Tensor  # a scalar; it has no graph where all teachers are ignored: its gradient is 0
+    loss: Tensor  # a scalar, without a graph if its gradient is 0 (`constant_if_ignored`)
     numbers: dict[str, Tensor]  # for the rollout's row of rollouts.jsonl
     token_numbers: dict[str, Tensor]  # [T] or [K, T], for its row of tokens.jsonl
     pairs_K: Sequence[SkillPair] | None = None  # of its teachers, for its row of rollouts.jsonl
@@ -503,8 +504,8 @@ def log_row(run: Run, step: int, index: int, roll: Rollout, result: RolloutLoss)
 # ------------------------------------------------ the bank (Algorithm 1, line 17; Algorithms 2-4)
 # Algorithm 2, the cold start (skills.cold_start):
 #   - The policy solves 256 seed problems, thinking. Each solution becomes a memory: the problem,
-#     the verdict, the boxed answer, and the text after </think> (if it has none, the whole text); a
-#     text of more than 2,000 characters keeps its first and its last 1,000.
+#     the verdict, the boxed answer, and the text after </think> (the whole text if it has none), of
+#     more than 2,000 characters only the first and the last 1,000; and up to eight of its lines.
 #   - The writer, which is the policy without thinking, gets a right solution's memory in
 #     prompts/extract_skills.txt, a wrong one's in extract_mistakes.txt. It replies with items: JSON
 #     objects with the three fields of their list. We take a reply's first three items, even if the
@@ -586,7 +587,7 @@ def begin_bank(run: Run) -> None:
         if not (run.bank.general_skills and run.bank.common_mistakes):
             fix = "in a new --out try another --bank or a larger --cold-start"
             raise command.UserError(f"{skills.describe(run.bank)}: no pair, no teacher (S8); {fix}")
-    elif not run.step:  # of --bank, or of an earlier command that was killed before step 1
+    elif not run.step:  # the bank is --bank's, or of an earlier command, killed before step 1
         run.save_bank()
     if run.world.main:
         print(skills.describe(run.bank, seconds))

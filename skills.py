@@ -312,16 +312,19 @@ def render_merge(items: list[dict], key: str) -> str:
 # may be prose.
 _OPENING = re.compile(r'[{\[](?P<json>\s*[{\["])?')
 # LaTeX commands begin like JSON's \b, \f, \n, \r and \t. We read \b, \f and \r always as LaTeX, \t
-# if a letter follows, and \n if it begins one of these commands:
+# if a letter follows, and \n if it begins one of these words:
 _COMMANDS = (
     "nabla|natural|ne|nearrow|neg|neq|newline|nexists|ngeq|ngtr|ni|nleq|nleqslant|nless|nmid|"
     "nolimits|nonumber|not|notin|nparallel|nprec|nsim|nsubseteq|nsucceq|nu|num|nwarrow"
 )
-# A backslash; group 1 is the whole escape if JSON reads it as the model meant it: \n unless a whole
-# command, n included, stands behind the backslash.
-_BACKSLASH = re.compile(
-    rf'(\\[\\"/]|\\u[0-9a-fA-F]{{4}}|\\(?!(?:{_COMMANDS})(?![a-zA-Z]))n|\\t(?![a-zA-Z]))|\\'
+_ESCAPES = (  # of JSON, where we do not read LaTeX
+    r'\\[\\"/]'
+    r"|\\u[0-9a-fA-F]{4}"
+    rf"|(?!\\(?:{_COMMANDS})(?![a-zA-Z]))\\n"
+    r"|\\t(?![a-zA-Z])"
 )
+# A backslash; group 1 is the whole escape, if it is one of _ESCAPES.
+_BACKSLASH = re.compile(rf"({_ESCAPES})|\\")
 # A string (group 1), which we match so that its commas stay; or a comma to drop, with the closing
 # bracket behind it (group 2). In JSON a string follows one of four characters, so a quotation mark
 # in prose hardly ever begins a match.

@@ -17,7 +17,7 @@ def flag(name: str) -> str:
 
 
 def flags_that_differ(values: dict[str, Any], others: dict[str, Any]) -> list[str]:
-    """The flags of those values for which `others` has another value."""
+    """The flags of those values for which `others` has another value, and not none."""
     return [f"{flag(name)}={x}" for name, x in values.items() if others.get(name, x) != x]
 
 
@@ -456,7 +456,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "cold_start_temperature": 1.1,  # as in training: the model cannot think
         "cold_start_tokens": 96,
         "cold_start_thinking": False,
-        "evolve_every": 10,  # after 20 steps the success is above the gate, so the bank stays
+        "evolve_every": 10,  # after step 10; at step 20 the success is above the gate
         "merge_group_size": 8,  # the model learnt to merge eight items
         "reply_tokens": 640,
         "max_new_tokens": 96,  # solutions have about 40 tokens

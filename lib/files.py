@@ -205,7 +205,7 @@ def digests_of(folder: pathlib.Path, needed: bool = False) -> dict[str, str]:
     """A checkpoint's digests; {} if it has no digests.json, which is an error if `needed`."""
     if not needed and not (folder / DIGESTS).exists():
         return {}
-    return read_json(folder / DIGESTS, parts={})
+    return read_json(folder / DIGESTS, parts={})  # must be an object
 
 
 def refuse_damaged(folder: pathlib.Path, digests: dict[str, str]) -> None:

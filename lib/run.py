@@ -156,6 +156,7 @@ class Run:
         fingerprints = [problems.fingerprint(x.problem) for x in self.problems]
         files.write_json(self.out / "problems.json", fingerprints)
         if self.bank is not None:
+            # (Only a checkpoint keeps the window.)
             replace(self.bank, window=[]).save(self.out / "bank" / files.BANK)
         self.track = runlog.open_tracker(self.out, self.manifest)  # may fail, so before we print
         learn = sum(p.numel() for p in model.trained(self.lm).values()) if self.cfg.steps else 0
@@ -224,7 +225,7 @@ class Run:
     def save_bank(self) -> None:
         """Rank 0 saves the bank that was made or evolved after the last step, changed or not.
 
-        We replace the checkpoint's file last. Until then this file is the old bank with its window,
+        We replace the checkpoint's file last. Until then this file has the old bank and its window,
         so a run that is killed during the evolution repeats the evolution.
         """
         if self.world.main:
@@ -390,11 +391,11 @@ def shared_replies(run: Run, prompts: list[str], repeats: list[int]) -> list[str
     sampled = Sampling(temperature=1.1, top_p=0.95, top_k=20)
     jobs: dict[Sampling, list[Job]] = {greedy: [], sampled: []}
     for i, (prompt, repeat) in enumerate(zip(prompts, repeats, strict=True)):
-        ids = rollout.chat_ids(run.tokenizer, prompt, thinking="closed")
-        limit = max(run.cfg.reply_tokens, len(ids) * 5 // 4)
+        prompt_ids = rollout.chat_ids(run.tokenizer, prompt, thinking="closed")
+        limit = max(run.cfg.reply_tokens, len(prompt_ids) * 5 // 4)
         key = rollout.sample_key(run.cfg.seed, 0, prompt, repeat)
-        if len(ids) < context:
-            jobs[sampled if repeat else greedy].append(Job(i, ids, key=key, limit=limit))
+        if len(prompt_ids) < context:
+            jobs[sampled if repeat else greedy].append(Job(i, prompt_ids, key=key, limit=limit))
     cut_replies = len(prompts) - sum(map(len, jobs.values()))  # so far the prompts that do not fit
     replies = [""] * len(prompts)
     for sampling in jobs:
@@ -732,7 +733,7 @@ def evaluation(cfg: Config) -> list[str]:
     defaults = asdict(EvalConfig())
     for name, rule in cfg.rules().items():
         is_shared = hasattr(config.Common, name) or rule.group == "the sampling"
-        is_taken_over = defaults.get(name) == ""  # eval.py reads it from the run
+        is_taken_over = defaults.get(name) == ""  # which means: as the run has it
         if is_shared and not is_taken_over:
             shared[name] = getattr(cfg, name)
     words = [cfg.model, cfg.out, *config.flags_that_differ(shared, defaults)]

@@ -28,9 +28,8 @@ ALIKE = {  # if no group had right and wrong solutions: what to do, by the share
     0.0: "all were wrong; if their verdicts are right, take easier problems, or more --generations",
     1.0: "all were right; take harder problems, or more --generations",
 }
-# Names that the logs already use, so that a method's own number may not have them (`joined`). Every
-# other int or float in a row of rollouts.jsonl, but no list, is the method's own: `summarize`
-# averages it.
+# Names that are in the logs already: a method's own numbers may not have them (`joined`). In a row
+# of rollouts.jsonl, an int or a float of any other name is a method's own: `summarize` averages it.
 TAKEN = (
     "index step r reward loss unmasked clipped first_gap audit bank_skills bank_mistakes".split()
 )

@@ -278,7 +278,10 @@ class Verifier(Judge):
         return self.verify(one, other)
 
     def close(self) -> None:
-        """End the worker, after its present answer. A later question starts another one."""
+        """Kill the worker, unless another thread waits for its answer: then after that answer.
+
+        A later question starts another worker.
+        """
         with self._lock:
             worker = self._worker
             self._worker = None
