@@ -148,9 +148,10 @@ def checkpoints_of(path: str) -> list[pathlib.Path]:
         return [place]
     place = place.resolve()
     steps = [*files.by_step(place / "checkpoints").values()]
-    has_config = any((place / f"{kind}.json").exists() for kind in ("config", "adapter_config"))
-    is_run = (place / "problems.json").exists()  # a run also has a config.json, which is no model's
-    if not steps and (is_run or not has_config):
+    is_model = (place / "config.json").exists() or (place / "adapter_config.json").exists()
+    if (place / "problems.json").exists():  # it is a run, whose config.json is no model's
+        is_model = False
+    if not steps and not is_model:
         raise ValueError(
             f"{path}: no model, adapter or checkpoint is there; give a model, an adapter or a "
             "run; a bank goes with --skills, problems with --data"
@@ -170,9 +171,9 @@ def base_of(place: pathlib.Path, base: str) -> str:
     A plain model is its own base. ValueError for a damaged checkpoint, and if the base is a path
     that is not there, such as one of another machine.
     """
-    digests = {}  # of the model's files that are there: we see at loading if one is missing
+    digests = {}  # of the files that an evaluation may read
     for name, digest in files.digests_of(place).items():
-        if files.is_of_a_model(pathlib.Path(name)) and (place / name).exists():
+        if files.is_of_a_model(pathlib.Path(name)) and name not in files.OF_TRL:
             digests[name] = digest
     files.refuse_damaged(place, digests)
     if not (place / "adapter_config.json").exists():
