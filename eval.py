@@ -123,7 +123,7 @@ def bootstrap_interval(sets_P: Sequence[np.ndarray]) -> tuple[float | None, floa
 
 @dataclass(frozen=True)
 class Sample:
-    """A sample that results need: drawn before, or yet to be drawn."""
+    """One of the samples that we compute results from: drawn before, or yet to be drawn."""
 
     row: dict[str, Any]  # of samples.jsonl: set, id, number and digest, known before the draw
     job: Job
@@ -392,7 +392,7 @@ def samples_of(
     tokenizer: Any,
     cfg: EvalConfig,
 ) -> list[Sample]:
-    """All samples of a policy that results need: set by set, k of each problem.
+    """All samples that we compute a policy's results from: set by set, k of each problem.
 
     A sample's digest covers all that it depends on: samples with the same digest are the same. The
     key has the problem's text, not its id, so a problem and its copies have the same samples.

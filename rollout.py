@@ -29,7 +29,9 @@ THINK = ("<think>", "</think>")
 LONGEST_TURN = 64  # tokens per call of `generate`; then finished rows leave
 TURN_TOKENS = {"cpu": 16}  # by kind of device; on all others LONGEST_TURN
 FREE_PLACES = 64  # empty places for coming tokens, at the end of each new `RoomyLayer` buffer
-READ_TOKENS = 16384  # limit of one prefill, with padding: its mask has rows x longest^2 numbers
+# Most tokens of a prefill, padding included, as its mask grows with rows x longest^2. (A single row
+# may have more.)
+READ_TOKENS = 16384
 # Share of a GPU's memory for weights and cache. The rest is for the prefill of one row of 38,912
 # tokens (6 GB for an 8B model), the logits of 64 rows and a second copy of one layer's cache
 # (estimated, not measured).

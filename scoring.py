@@ -143,7 +143,7 @@ def over_slices(
         return f(ids_n, *logits)
 
     # For each of `states`, memory holds a slice's logits. With a gradient it holds three more
-    # tensors of that size: what f makes of the logits, and the gradients of both.
+    # tensors of that size: their log-softmax inside f, and the gradients of both.
     copies = len(states) * (4 if torch.is_grad_enabled() else 1)
     most = SLICE_LOGITS.get(weight_VD.device.type, 1 << 27)
     n = max(1, most // (weight_VD.shape[0] * copies))

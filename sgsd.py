@@ -435,10 +435,10 @@ def train_step(run: Run, step: int) -> tuple[list[dict], float]:
 
     step: the step's number, from 1.
 
-    Line 4. A frozen sentence encoder embeds the bare problem and, of each entry of the bank, its
-    three fields with ". " between them: title, principle, when to apply; or description, why it
-    happens, how to avoid. The K nearest skills and the K nearest mistakes by cosine are paired rank
-    by rank; a shorter list makes fewer pairs.
+    Line 4, retrieval: a frozen sentence encoder embeds the bare problem and, of each entry of the
+    bank, its three fields with ". " between them: title, principle, when to apply; or description,
+    why it happens, how to avoid. The K nearest skills and the K nearest mistakes by cosine are
+    paired rank by rank; a shorter list makes fewer pairs.
     """
     cfg = run.cfg
     rows = []
@@ -587,7 +587,7 @@ def begin_bank(run: Run) -> None:
         if not (run.bank.general_skills and run.bank.common_mistakes):
             fix = "in a new --out try another --bank or a larger --cold-start"
             raise command.UserError(f"{skills.describe(run.bank)}: no pair, no teacher (S8); {fix}")
-    elif not run.step:  # the bank is --bank's, or of an earlier command, killed before step 1
+    elif not run.step:  # the bank is --bank's, or that of a run without a checkpoint
         run.save_bank()
     if run.world.main:
         print(skills.describe(run.bank, seconds))

@@ -317,7 +317,7 @@ _COMMANDS = (
     "nabla|natural|ne|nearrow|neg|neq|newline|nexists|ngeq|ngtr|ni|nleq|nleqslant|nless|nmid|"
     "nolimits|nonumber|not|notin|nparallel|nprec|nsim|nsubseteq|nsucceq|nu|num|nwarrow"
 )
-_ESCAPES = (  # of JSON, where we do not read LaTeX
+_ESCAPES = (  # those that we leave to JSON; we double every other backslash
     r'\\[\\"/]'
     r"|\\u[0-9a-fA-F]{4}"
     rf"|(?!\\(?:{_COMMANDS})(?![a-zA-Z]))\\n"

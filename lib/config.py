@@ -17,7 +17,7 @@ def flag(name: str) -> str:
 
 
 def flags_that_differ(values: dict[str, Any], others: dict[str, Any]) -> list[str]:
-    """The flags of those values for which `others` has another value, and not none."""
+    """The flags of the values that differ from `others`. We skip a name that `others` lacks."""
     return [f"{flag(name)}={x}" for name, x in values.items() if others.get(name, x) != x]
 
 

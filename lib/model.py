@@ -157,9 +157,9 @@ def load_outline(name: str) -> tuple[Any, Any]:
 
 
 def _load_tokenizer(source: str) -> tuple[Any, list[int]]:
-    """A model's tokenizer, and the ids of CHAT. ValueError for an adapter, or ids without its text.
+    """A model's tokenizer and CHAT's ids. ValueError for an adapter, and if the ids lack the text.
 
-    Some chat templates drop CHAT's text, as does an empty tokenizer that transformers may make up.
+    Some chat templates drop the text, as does an empty tokenizer that transformers may make up.
     """
     if (Path(source) / "adapter_config.json").exists():  # transformers would also load its base
         raise ValueError(
@@ -220,6 +220,7 @@ def check_batching(model, ids: list[int]) -> None:
     """
     cache = DynamicCache(config=model.config)
     kinds = {type(layer).__name__ for layer in cache.layers}
+    # Without any keys and values `rollout.stream` could not count places.
     if kinds - CACHE_LAYERS or kinds == {"LinearAttentionLayer"}:
         raise ValueError(f"decoding cannot join rows of a cache of {', '.join(sorted(kinds))}")
     if {"dynamic", "longrope"} & {str(vars(x).get("rope_type")) for x in model.modules()}:

@@ -222,7 +222,7 @@ SETS: dict[str, tuple[str, str, dict[str, str]]] = {  # source, split and other 
 def load_set(name: str, split: str, **reading: Any) -> list[Problem]:
     """Read an evaluation set, copies included: one of SETS, or any source of `load_problems`.
 
-    split, reading: arguments of `load_problems`; those in SETS take their place. ValueError for a
+    split, reading: arguments of `load_problems`, which we ignore for one of SETS. ValueError for a
     problem whose copies have different answers.
     """
     source, split, reading = SETS.get(name, (name, split, reading))

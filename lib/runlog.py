@@ -98,7 +98,7 @@ def rollout_row(
         row |= {
             "unmasked": int(mask_T.sum()),
             "clipped": int((delta_KT[:, mask_T].abs() > c_delta).sum()),
-            "first_gap": delta_KT[:, 0].tolist(),  # a solution has a token: `leave_out_long`
+            "first_gap": delta_KT[:, 0].tolist(),  # T > 0: prompts leave room for a token
         }
     return joined(row, result.numbers)
 
@@ -157,7 +157,7 @@ def summarize(
         no_teachers += not row.get("rho") and not row.get("first_gap")
         tokens += len(row["completion_ids"])
         for name, x in row.items():
-            if type(x) in (int, float) and name not in TAKEN:
+            if type(x) in (int, float) and name not in TAKEN:  # a bool is neither
                 own.setdefault(name, []).append(x)
     metrics: dict[str, Any] = {"step": step}
     for name, xs in columns.items():

@@ -140,8 +140,8 @@ def file_of(name: str) -> str:
 def is_copied(gold: str, pred: str, problem: str) -> bool:
     """Whether an answer is an expression copied from the problem, and not the reference.
 
-    Otherwise a policy can box the problem's longest formula, which is right for 5% of MATH. Words
-    are never copies, nor are plain numbers, even with `x =` in front or a unit behind them; a
+    In 5% of MATH the problem's longest formula equals the reference, and a policy could box that.
+    Words are never copies, nor are plain numbers, even with `x =` in front or a unit behind them; a
     fraction may be a copy.
     """
     answer = without_layout(pred)
@@ -154,7 +154,7 @@ def is_copied(gold: str, pred: str, problem: str) -> bool:
     return bool(is_expression) and answer in text and answer != reference
 
 
-LAYOUT = (  # sizes, the t of \tfrac, units, blanks, brackets
+LAYOUT = (  # sizes, the t of a \tfrac that is no plain fraction, units, blanks, brackets
     r"\\(?:left|right|[bB]igg?[lr]?|displaystyle)\b|(?<=\\)[dt](?=frac)"
     r"|\\(?:text|mbox)\s*\{[^{}]*\}|\\[^a-zA-Z]|[][\s(){}$.]"
 )
