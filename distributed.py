@@ -196,5 +196,5 @@ def share_jobs(
             left -= len(results)
             bar.update(len(results))
             yield results
-    # All results are there, but the generator `turns` has not ended. When we return, Python closes
-    # it, and the `finally` of `rollout.stream` puts the model back into train mode.
+    # All results are there, but a rank's `turns` may still wait at its last yield. When we return,
+    # Python closes it, and the `finally` of `rollout.stream` restores the model's mode.

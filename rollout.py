@@ -239,9 +239,9 @@ def stream(
     many as memory holds. If the rows need more, the last to join leave, wait and are prefilled
     again later; one row always stays. A job's sampled ids end on a stop id, at its limit, or with
     the context (S35). If the prompt fills the context, there are none.
-    A turn prefills the jobs that join, then adds up to LONGEST_TURN tokens to each row by a call of
-    Hugging Face's `generate`, without the model's own generation_config. The stream keeps the model
-    in eval mode: with activation checkpointing, some models in train mode decode without a cache.
+    A turn prefills the jobs that join, with a first token; then each row gets up to LONGEST_TURN:
+    both by Hugging Face's `generate`, without the model's generation_config. Until the stream ends,
+    the model is in eval mode: GPT-2, with activation checkpointing, has no cache in train mode.
     Raises ValueError on an empty prompt, on rows < 1, and as `stop_ids` does.
     """
     if rows < 1 or not all(job.prompt for job in jobs):
@@ -425,7 +425,7 @@ def _empty_cache(causal) -> DynamicCache:
 
     The config decides the kind of each layer (states for linear attention), with two exceptions:
     keys and values get free places, and a layer with a sliding window keeps all keys and values,
-    because transformers' own layer would not notice that we cut or pad them.
+    because transformers' own layer counts tokens, and would count wrong after we cut or pad.
     """
     cache = DynamicCache(config=causal.config)
     for i, layer in enumerate(cache.layers):

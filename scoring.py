@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 
-SLICE_LOGITS = {"cpu": 1 << 25}  # most fp32 numbers in memory for one slice; 1 << 27 on a GPU
+SLICE_LOGITS = {"cpu": 1 << 25}  # fp32 numbers of a slice, see `over_slices`; 1 << 27 on a GPU
 
 
 def causal_lm(model):
@@ -159,7 +159,7 @@ def tf32_products() -> Iterator[None]:
     """Turn on TF32 for the head's product alone: TF32 holds its bf16 factors exactly (S22).
 
     Elsewhere TF32 would round positions above 2,048, which transformers multiplies in fp32 for
-    rotary embeddings. Compile nothing in the block: inductor reads allow_tf32, which raises there.
+    rotary embeddings. Compile nothing in the block: torch.compile may read allow_tf32: it raises.
     """
     matmul = torch.backends.cuda.matmul
     before = matmul.fp32_precision

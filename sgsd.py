@@ -294,7 +294,7 @@ def token_credit(
 class RolloutLoss(NamedTuple):
     """A rollout's loss, and for the logs detached numbers by name."""
 
-    loss: Tensor  # a scalar, without a graph if its gradient is 0 (`constant_if_ignored`)
+    loss: Tensor  # a scalar; without a graph if all teachers are ignored (`constant_if_ignored`)
     numbers: dict[str, Tensor]  # for the rollout's row of rollouts.jsonl
     token_numbers: dict[str, Tensor]  # [T] or [K, T], for its row of tokens.jsonl
     pairs_K: Sequence[SkillPair] | None = None  # of its teachers, for its row of rollouts.jsonl
@@ -414,7 +414,7 @@ def rollout_loss(run: Run, roll: Rollout, pairs_K: Sequence[SkillPair]) -> Rollo
     alpha_K = pair_weights(run, pairs_K)  # line 5, over the teachers that fit (S35)
     # Line 9. The teachers are the present policy with its adapters, without a gradient.
     logpT_KT = scoring.score_teachers(run.lm, contexts_K, ids_T, cfg.score_tokens)  # Eq. 4
-    run.clock.lap("score")  # all since the last lap; the student's pass counts as "bwd"
+    run.clock.lap("score")  # retrieval and the teachers; the student's pass counts as "bwd"
     # One pass of the student serves all K teachers: the same gradient as K passes, cheaper (D7).
     logpS_T = scoring.score_student(run.lm, roll.prompt_ids, ids_T)  # Eq. 5
     loss, numbers = loss_of(cfg, logpT_KT, logpS_T, mask_T, alpha_K, reward(roll))  # lines 10-14
@@ -504,8 +504,8 @@ def log_row(run: Run, step: int, index: int, roll: Rollout, result: RolloutLoss)
 # ------------------------------------------------ the bank (Algorithm 1, line 17; Algorithms 2-4)
 # Algorithm 2, the cold start (skills.cold_start):
 #   - The policy solves 256 seed problems, thinking. Each solution becomes a memory: the problem,
-#     the verdict, the boxed answer, and the text after </think> (the whole text if it has none), of
-#     more than 2,000 characters only the first and the last 1,000; and up to eight of its lines.
+#     the verdict, the boxed answer, the text after </think> (the whole text if it has none; above
+#     2,000 characters only the first and the last 1,000), and up to eight lines of that text.
 #   - The writer, which is the policy without thinking, gets a right solution's memory in
 #     prompts/extract_skills.txt, a wrong one's in extract_mistakes.txt. It replies with items: JSON
 #     objects with the three fields of their list. We take a reply's first three items, even if the

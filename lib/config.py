@@ -51,9 +51,10 @@ class Rule:
 def setting(default: Any, help: str, group: str = "the method", **rule: Any) -> Any:
     """A setting: its default, and its `Rule`. A subclass may change the default alone.
 
-    free, of a run: the setting may change when the run continues, and config.json records that. No
-    number depends on such a setting, with two exceptions. The learning rate depends on --steps. And
-    settings such as --answer-field decide which problems are read: we compare the problems.
+    free, of a run: the setting may change when the run continues, and config.json records that. But
+    for rounding, no number depends on such a setting, with three exceptions. The learning rate
+    depends on --steps. Settings such as --answer-field decide which problems are read: we compare
+    the problems. --server decides who samples the first bank: `memories_so_far` compares that.
     free, of eval.py: no sample's digest has the setting itself. Either no sample depends on it, or
     the digest has what it leads to, such as the prompt.
     brings: defaults that other settings get if a flag sets this one. A flag or a preset for those
@@ -131,7 +132,7 @@ class Common:
             if f.name not in rules:
                 fix = "mend the name, or write setting(...) behind it"
                 raise TypeError(f"{cls.__name__}.{f.name}: no setting; {fix}")
-            # `seed = 1` in a subclass changes the class attribute, `seed: int = 1` also the field.
+            # `seed = 1` in a subclass, without a type or @dataclass, leaves the field as it was.
             if getattr(cls, f.name) != f.default:
                 fix = "write its type behind the name, and @dataclass(frozen=True) above the class"
                 raise TypeError(f"{cls.__name__}.{f.name}: dataclasses ignore this default; {fix}")
@@ -417,7 +418,7 @@ class EvalConfig(Common):
     seed: int = setting(0, "seed of the samples", "the run", least=0, most=2**40)
     verifier: str = setting(
         "",
-        "verifier, as MODULE:CLASS; if not given, the run's, or else mathematics",
+        "verifier, as MODULE:CLASS; if not given, the run's, as are the fields, or mathematics",
         "the problems",
     )
     problem_field: str = ""  # "": as the run trained, or else training's default
@@ -456,7 +457,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "cold_start_temperature": 1.1,  # as in training: the model cannot think
         "cold_start_tokens": 96,
         "cold_start_thinking": False,
-        "evolve_every": 10,  # after step 10; at step 20 the success is above the gate
+        "evolve_every": 10,  # after step 10; later the success is above the gate
         "merge_group_size": 8,  # the model learnt to merge eight items
         "reply_tokens": 640,
         "max_new_tokens": 96,  # solutions have about 40 tokens

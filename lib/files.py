@@ -127,7 +127,7 @@ def rows_with(path: pathlib.Path, name: str, kind: type) -> Iterator[tuple[dict,
 
 
 def end_of_step(path: pathlib.Path, last: int) -> int:
-    """The byte after the last row of the steps 1 to `last`. Steps are in order."""
+    """The byte after the last row of all steps up to `last`; 0 without one. Steps are in order."""
     last_end = 0
     for row, end in rows_with(path, "step", int):
         if row["step"] <= last:

@@ -63,7 +63,7 @@ def load_problems(
 
     source: a JSONL or parquet file, HUB_ID or HUB_ID:CONFIGURATION, or a folder in the hub's
     layout. Hub and folder have splits. answer_after: the mark before an answer, as GSM8K's "####".
-    boxed: whether the verifier reads boxes; if so, we refuse a reference of several lines.
+    boxed: whether `lib.verify.Verifier` judges: we refuse a reference of several lines or "####".
     unique: keep one copy of a problem, and none if the answers of its copies differ.
 
     Returns the problems, whose ids all differ, and the counts: rows, not_english, duplicates,

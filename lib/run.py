@@ -417,7 +417,7 @@ def shared_replies(run: Run, prompts: list[str], repeats: list[int]) -> list[str
 
 
 def stored_manifest(cfg: Config) -> dict[str, Any]:
-    """The config.json in --out; {} if the folder is empty, ValueError if it holds other files."""
+    """The config.json of the run in --out; {} if that is empty, ValueError if it holds no run."""
     out = pathlib.Path(cfg.out)
     names = sorted(path.name for path in out.glob("[!.]*"))
     stored = {}

@@ -98,7 +98,7 @@ def rollout_row(
         row |= {
             "unmasked": int(mask_T.sum()),
             "clipped": int((delta_KT[:, mask_T].abs() > c_delta).sum()),
-            "first_gap": delta_KT[:, 0].tolist(),  # T > 0: prompts leave room for a token
+            "first_gap": delta_KT[:, 0].tolist(),  # T > 0: see `lib.run.leave_out_long`
         }
     return joined(row, result.numbers)
 
@@ -267,7 +267,7 @@ def _short(share: float) -> str:
 
 
 def warnings_after(steps: Sequence[dict[str, Any]], cfg: Any) -> list[str]:
-    """Lines that warn after the command's fifth step if the run has learnt nothing.
+    """Lines that warn after the command's fifth step if its steps so far taught nothing.
 
     steps: the rows of metrics.jsonl of the command's steps so far. cfg: the run's settings; only a
     method with --eps-a gets the warning about teachers.

@@ -140,7 +140,7 @@ def file_of(name: str) -> str:
 def is_copied(gold: str, pred: str, problem: str) -> bool:
     """Whether an answer is an expression copied from the problem, and not the reference.
 
-    In 5% of MATH the problem's longest formula equals the reference, and a policy could box that.
+    math-verify calls the problem's longest formula right in 5% of MATH: a policy could box that.
     Words are never copies, nor are plain numbers, even with `x =` in front or a unit behind them; a
     fraction may be a copy.
     """
@@ -154,7 +154,7 @@ def is_copied(gold: str, pred: str, problem: str) -> bool:
     return bool(is_expression) and answer in text and answer != reference
 
 
-LAYOUT = (  # sizes, the t of a \tfrac that is no plain fraction, units, blanks, brackets
+LAYOUT = (  # sizes, the d or t of a nested \dfrac or \tfrac, units, blanks, brackets
     r"\\(?:left|right|[bB]igg?[lr]?|displaystyle)\b|(?<=\\)[dt](?=frac)"
     r"|\\(?:text|mbox)\s*\{[^{}]*\}|\\[^a-zA-Z]|[][\s(){}$.]"
 )
@@ -203,7 +203,7 @@ def respell(answer: str) -> str:
 def math_verdict(gold: str, pred: str) -> bool:
     r"""math-verify's verdict, with rules of ours before and after it.
 
-    For example, math-verify alone takes 2^\infty for right with one in ten finite references.
+    For example, math-verify alone calls 2^\infty right for one in ten finite references.
     """
     from math_verify import verify
 
@@ -278,7 +278,7 @@ class Verifier(Judge):
         return self.verify(one, other)
 
     def close(self) -> None:
-        """Kill the worker, unless another thread waits for its answer: then after that answer.
+        """End the worker, at once or after the answer that another thread waits for.
 
         A later question starts another worker.
         """

@@ -71,13 +71,13 @@ def test_long_problems_are_left_out_and_counted(world_dir, tmp_path, capsys):
     left = 500 - lengths["latin"]
     assert [*lengths] == ["greek", "latin"] and not line
     got, line = kept("a", max_prompt_tokens=lengths["greek"] - 1)
-    assert got == latin and "1 of 2 problems" in line and "leaves 0 fewer" in line
+    assert got == latin and "1 of 2 problems" in line and "in 0 of the others" in line
     got, line = kept("b", model=short, max_new_tokens=left)
-    assert got == latin and "1 of 2 problems" in line and "leaves 0 fewer" in line
+    assert got == latin and "1 of 2 problems" in line and "in 0 of the others" in line
     got, line = kept("c", model=short, max_new_tokens=left + 1)
-    assert got == latin and "1 of 2 problems" in line and "leaves 1 fewer" in line
+    assert got == latin and "1 of 2 problems" in line and "in 1 of the others" in line
     got, line = kept("d", max_new_tokens=4096 - lengths["latin"])
-    assert got == lengths and "0 of 2 problems" in line and "leaves 1 fewer" in line
+    assert got == lengths and "0 of 2 problems" in line and "in 1 of the others" in line
     changes["max_prompt_tokens"] = lengths["latin"] - 1
     words = "2 of 2 problems", f"more than {lengths['latin'] - 1} tokens", "--max-prompt-tokens"
     refused(main, flags(world_dir, tmp_path / "run", **changes), *words)
