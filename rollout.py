@@ -66,6 +66,7 @@ def chat_ids(tokenizer, text: str, *, thinking: str) -> list[int]:
     settings["date_string"] = "26 Jul 2024"  # Llama's template shows today's date without it (S24)
     settings["enable_thinking"] = thinking != "closed"
     ids = list(tokenizer.apply_chat_template(chat, **settings))
+    # The last nine ids hold the tag, even if it is several ids, and a line feed.
     if thinking == "open" and not tokenizer.decode(ids[-9:]).rstrip().endswith("<think>"):
         ids += tokenizer.encode("<think>\n", add_special_tokens=False)
     return ids

@@ -159,7 +159,7 @@ def tf32_products() -> Iterator[None]:
     """Turn on TF32 for the head's product alone: TF32 holds its bf16 factors exactly (S22).
 
     Elsewhere TF32 would round positions above 2,048, which transformers multiplies in fp32 for
-    rotary embeddings. Compile nothing in the block: torch.compile may read allow_tf32: it raises.
+    rotary embeddings. Compile nothing here: torch.compile may read allow_tf32, and that raises.
     """
     matmul = torch.backends.cuda.matmul
     before = matmul.fp32_precision

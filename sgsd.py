@@ -27,8 +27,8 @@ The defaults that decide the method:
                 steps 200, batch_size 32 problems with one solution each (S6), grad_clip 0.1
                 lora_rank 64, lora_alpha 128
     teachers    num_teachers 8 (K), eps_a 0.05 and c_delta 3 nats, tau_g 1 nats^2
-                teacher_prefix bare: the prompt ends where the answer begins, without a think block
-                (from such a prompt a model may begin to think, but a teacher only scores)
+                teacher_prefix bare: the prompt leaves it to the model to begin a think block, and a
+                teacher begins none, as it only scores
     student     student_prefix closed: an empty think block, so no thinking (S3)
                 temperature 1.1, top_p 0.95, top_k 20, max_new_tokens 1024
     bank        a problem gets the K nearest skills and the K nearest mistakes, static or evolved
@@ -36,7 +36,7 @@ The defaults that decide the method:
                 evolution, skills and mistakes together (S12); dynamic_capacity 30 (C) in each list
                 merge_group_size 32 (H), merge_patience 3 (P), reply_tokens 4096 (D4)
                 memory_answer is off: the bank's writer never sees the reference answer (D3)
-    cold start  cold_start 256 seed problems, solved with thinking (S21), so from a bare prompt:
+    cold start  cold_start 256 seed problems, from a bare prompt, so that the model thinks (S21);
                 cold_start_temperature 1.0, top-p 0.95, no top-k, cold_start_tokens 38912
     prompts     max_prompt_tokens 20000: a longer problem is left out, and none is cut (S35)
 

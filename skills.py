@@ -374,7 +374,7 @@ def _json_values(text: str) -> tuple[list[Any], bool]:
             values.append(value)
         except (ValueError, RecursionError):
             at = opening.start() + 1  # look inside
-            if opening["json"]:  # it breaks off
+            if opening["json"]:  # no prose: it is broken or cut
                 whole = False
     return values, whole
 
@@ -442,8 +442,8 @@ def merge_by_layers(items: list[dict], key: str, group_size: int, patience: int)
     reply. An empty list, too, has a layer, without requests. Returns the merged entries under new
     ids, and a record per layer.
     items: the candidates. group_size: H. patience: P. A group stays unless its reply is whole, has
-    an item (S11), and has no more items than the group. With fewer, we assume that the writer
-    joined some. An entry gets the `sources` of the item that it repeats, or else of its group.
+    an item (S11), and has no more items than the group. If it has fewer, we assume that the
+    writer joined some. An entry gets the `sources` of the item that it repeats, or of its group.
     """
     layers: list[dict] = []
     stagnant = 0  # line 1

@@ -159,8 +159,8 @@ BANK = "bank.json"  # in RUN/bank/ and each checkpoint; evolution replaces it, s
 OF_A_MODEL = (".json", ".jinja", ".txt", ".model", ".safetensors", ".bin")
 # Files that lie beside a model's and are not part of it: a checkpoint's state, and FSDP's.
 BESIDE_A_MODEL = ("trainer.safetensors", BANK, DIGESTS, "optimizer.bin", "pytorch_model_fsdp.bin")
-# Files of TRL's trainer, which may be deleted. (In a model's digest they count as the model's, or
-# the digests of older results would change.)
+# Files of TRL's trainer, which a user may have deleted. (They count in a model's digest, else the
+# digests of older results would change.)
 OF_TRL = ("trainer_state.json", "training_args.bin")
 
 

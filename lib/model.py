@@ -220,7 +220,7 @@ def check_batching(model, ids: list[int]) -> None:
     """
     cache = DynamicCache(config=model.config)
     kinds = {type(layer).__name__ for layer in cache.layers}
-    # Without any keys and values `rollout.stream` could not count places.
+    # Without any keys and values `rollout.stream` could not count the cache's size in tokens.
     if kinds - CACHE_LAYERS or kinds == {"LinearAttentionLayer"}:
         raise ValueError(f"decoding cannot join rows of a cache of {', '.join(sorted(kinds))}")
     if {"dynamic", "longrope"} & {str(vars(x).get("rope_type")) for x in model.modules()}:
@@ -361,7 +361,7 @@ def masked_token_ids(tokenizer) -> set[int]:
     ids |= {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
     control = re.compile(r"<\|.*\|>|</?think>")
     ids |= {i for token, i in tokenizer.get_vocab().items() if control.fullmatch(token)}
-    # Some tokenizers still put a special id in front. `letter` has it, too, so we cut off both.
+    # Some tokenizers still put a special id in front: `letter` has this id and the a, to cut off.
     letter = tokenizer.encode("a", add_special_tokens=False)
     for n in range(1, 9):
         newlines = tokenizer.encode("a" + "\n" * n, add_special_tokens=False)[len(letter) :]

@@ -440,7 +440,7 @@ def load_training(cfg: Config) -> list[Problem]:
         problem_field=cfg.problem_field,
         answer_field=cfg.answer_field,
         answer_after=cfg.answer_after,
-        boxed=cfg.verifier == Config.verifier,
+        boxed=cfg.verifier == Config.verifier,  # mathematics
     )
     print(f"data {cfg.data}:", ", ".join(f"{n} {name}" for name, n in counts.items()))
     problems.refuse_overlap(data, f"--data {cfg.data}")
@@ -702,8 +702,9 @@ def cut(run: Run) -> None:
             evolved -= 1  # this step's evolution is made again
     logs = {run.out / f"{name}.jsonl": run.step for name in runlog.LOGS}
     logs[run.out / "bank/replies.jsonl"] = evolved
+    # A damaged log raises here, before we remove anything.
     new_size = {path: files.end_of_step(path, step) for path, step in logs.items() if path.exists()}
-    for version, path in files.by_step(run.out / "bank").items():  # after all logs were read
+    for version, path in files.by_step(run.out / "bank").items():
         if version > evolved:
             path.unlink()
     for path, size in new_size.items():

@@ -154,7 +154,7 @@ def is_copied(gold: str, pred: str, problem: str) -> bool:
     return bool(is_expression) and answer in text and answer != reference
 
 
-LAYOUT = (  # sizes, the d or t of a nested \dfrac or \tfrac, units, blanks, brackets
+LAYOUT = (  # sizes, the d or t of a \dfrac or \tfrac that has braces in it, units, blanks, brackets
     r"\\(?:left|right|[bB]igg?[lr]?|displaystyle)\b|(?<=\\)[dt](?=frac)"
     r"|\\(?:text|mbox)\s*\{[^{}]*\}|\\[^a-zA-Z]|[][\s(){}$.]"
 )
