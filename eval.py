@@ -148,15 +148,16 @@ def checkpoints_of(path: str) -> list[pathlib.Path]:
         return [place]
     place = place.resolve()
     steps = [*files.by_step(place / "checkpoints").values()]
-    is_model = (place / "config.json").exists() or (place / "adapter_config.json").exists()
-    if (place / "problems.json").exists():  # it is a run, whose config.json is no model's
-        is_model = False
-    if not steps and not is_model:
+    if steps:
+        return steps
+    is_run = (place / "problems.json").exists()  # whose config.json is no model's
+    has_config = (place / "config.json").exists() or (place / "adapter_config.json").exists()
+    if is_run or not has_config:
         raise ValueError(
             f"{path}: no model, adapter or checkpoint is there; give a model, an adapter or a "
             "run; a bank goes with --skills, problems with --data"
         )
-    return steps or [place]
+    return [place]
 
 
 def run_of(place: pathlib.Path) -> pathlib.Path | None:

@@ -374,7 +374,7 @@ def _json_values(text: str) -> tuple[list[Any], bool]:
             values.append(value)
         except (ValueError, RecursionError):
             at = opening.start() + 1  # look inside
-            if opening["json"]:  # no prose: it is broken or cut
+            if opening["json"]:  # JSON, which is broken or cut
                 whole = False
     return values, whole
 

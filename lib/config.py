@@ -54,7 +54,7 @@ def setting(default: Any, help: str, group: str = "the method", **rule: Any) -> 
     free, of a run: the setting may change when the run continues, and config.json records that. But
     for rounding, no number depends on such a setting, with three exceptions. The learning rate
     depends on --steps. Settings such as --answer-field decide which problems are read: we compare
-    the problems. --server decides who samples the first bank: `memories_so_far` compares that.
+    the problems. --server decides who samples the first bank: `lib.run.memories_so_far` compares.
     free, of eval.py: no sample's digest has the setting itself. Either no sample depends on it, or
     the digest has what it leads to, such as the prompt.
     brings: defaults that other settings get if a flag sets this one. A flag or a preset for those

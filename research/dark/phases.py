@@ -206,8 +206,13 @@ def fisher(a: int, n: int, b: int, m: int) -> float:
     return sum(x for x in tables if x <= ways(a)) / math.comb(n + m, a + b)
 
 
-def begun(rows: list[dict]) -> int:
-    return sum(row["solved"] >= LEAST for row in rows)
+def begun(rows: list[dict], by: tuple[str, ...]) -> tuple[int, int]:
+    """How many runs begin, of how many; by ("seed",) a seed does if one of its runs does."""
+    begins: dict[tuple, bool] = {}
+    for row in rows:
+        unit = tuple(row[name] for name in by)
+        begins[unit] = begins.get(unit, False) or row["solved"] >= LEAST
+    return sum(begins.values()), len(begins)
 
 
 def first_mixed(row: dict) -> int | None:
@@ -220,10 +225,14 @@ def tables(rows: list[dict]) -> list[str]:
     """A row per arm, runs by base and seed; then each run's right steps by family."""
     rows = sorted(rows, key=lambda row: (row["arm"], row["base"], row["seed"]))
     arms = {name: [row for row in rows if row["arm"] == name] for name in ARMS}
-    lines = head_of(["arm", "begin", "p beside B", "solved, %", "first mixed", "CPU s"])
+    head = ["arm", "begin", "p beside B", "seeds that begin", "p beside B"]
+    lines = head_of([*head, "solved, %", "first mixed", "CPU s"])
     for name, of_arm in arms.items():
-        p = fisher(begun(of_arm), len(of_arm), begun(arms["B"]), len(arms["B"]))
-        cells = [name, f"{begun(of_arm)} of {len(of_arm)}", f"{p:.3f}"]
+        cells = [name]
+        for by in (("base", "seed"), ("seed",)):
+            ours, count = begun(of_arm, by)
+            p = fisher(ours, count, *begun(arms["B"], by))
+            cells += [f"{ours} of {count}", f"{p:.2g}"]
         cells.append(" ".join(f"{100 * row['solved'] / SOLUTIONS:.0f}" for row in of_arm))
         cells.append(" ".join(str(first_mixed(row) or "-") for row in of_arm))
         lines.append(row_of([*cells, sum(row["cpu_seconds"] for row in of_arm)]))
